@@ -42,8 +42,8 @@ def evenest_ranks(
 
     Stage by stage, every count of layers is tried; of those with equal sums on every rank the one with the evenest
     stages is kept. A lower bound distributes the remaining cost evenly over the ranks that still get a stage, as water
-    finds its level; what can't be better than the best known is dropped. Where too many are left, those with the lowest
-    bounds are kept, and the result need not be optimal.
+    finds its level; partitions that can't be better than the best known are dropped. Where too many are left, those
+    with the lowest bounds are kept, and the result need not be optimal.
 
     Args:
         stage_costs: the cost of layers a to b-1 on stage g at [g, a, b], (stages, L+1, L+1).
@@ -91,10 +91,10 @@ def _value(
     if counts is None:
         return inf, inf
     bounds = np.cumsum([0, *counts])
-    own = np.arange(len(counts)), bounds[:-1], bounds[1:]
-    if (np.bincount(placement, stage_bytes[own]) > limits).any():
+    places = np.arange(len(counts)), bounds[:-1], bounds[1:]
+    if (np.bincount(placement, stage_bytes[places]) > limits).any():
         return inf, inf
-    costs = np.bincount(placement, stage_costs[own])
+    costs = np.bincount(placement, stage_costs[places])
     return float(costs.max()), float((costs**2).sum())
 
 
@@ -189,12 +189,12 @@ def partition_layers(
     allowed = stage_costs
     if memory is not None:
         allowed = np.where(stage_bytes <= limits[list(placement), None, None], stage_costs, inf)
-    found = _evenest_stages(allowed)
+    partition = _evenest_stages(allowed)
     if len(limits) < num_stages:
-        found = evenest_ranks(stage_costs, stage_bytes, limits, placement, found)
-    if found is None:
+        partition = evenest_ranks(stage_costs, stage_bytes, limits, placement, partition)
+    if partition is None:
         raise SlipstreamError(_explain_memory(stage_bytes, limits, placement))
-    return found
+    return partition
 
 
 def _check(costs: Sequence[float], num_layers: int, num_stages: int, placement: tuple[int, ...]) -> None:
@@ -257,8 +257,8 @@ def _evenest_stages(stage_costs: Floats) -> list[int] | None:
         squares = np.broadcast_to(np.where(stage_costs[0] <= limit, stage_costs[0], inf) ** 2, stage_costs.shape)
     rest = squares[-1, :, -1]
     cuts: list[Ints] = []
-    for own in squares[-2::-1]:
-        sums = own + rest
+    for last_squares in squares[-2::-1]:
+        sums = last_squares + rest
         cuts.append(sums.argmin(axis=1))
         rest = sums.min(axis=1)
     bounds = [0]

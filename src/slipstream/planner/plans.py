@@ -1,4 +1,4 @@
-"""A plan: configurations, what they are predicted to do, and the alternatives to the best one."""
+"""A plan: configurations, their predictions, and the alternatives to the best one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slipstream.schedule import Schedule
 from slipstream.simulator import MemoryKind
 from slipstream.timeline import Timeline
 
-AUTO = "auto"  # the schedule and slicing of what the joint search finds
+AUTO = "auto"  # the schedule and slicing of the joint search's plans
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Configuration:
     slicing: str = "equal-time"  # or "exact": TeraPipe's optimum for equal stages; or "auto"
     context_parallel: int = 1
     expert_parallel: int = 1
-    context_exchange: str = "heads"  # what ranks that share slices exchange around attention, these or "keys"
+    context_exchange: str = "heads"  # the exchange around attention of ranks that share slices: heads or "keys"
     vocabulary: str = "whole"  # the head's rows, on the last stage's rank; or "spread" over the ranks of the pipeline
 
     @property
@@ -61,7 +61,7 @@ class Configuration:
 
     def differences(self, other: Configuration) -> list[str]:
         """Returns the names of the fields in which the two differ."""
-        names = [each.name for each in fields(self)]
+        names = [field.name for field in fields(self)]
         return [name for name in names if getattr(self, name) != getattr(other, name)]
 
 
@@ -120,7 +120,7 @@ class Prediction:
     seconds_by_cause: Mapping[str, float]
     memory: tuple[Mapping[MemoryKind, float], ...]  # per rank, bytes by kind at the moment of its peak
     memory_limit: float  # bytes of a device
-    joint: JointPlan | None = None  # what the joint search found, where the schedule is "auto"
+    joint: JointPlan | None = None  # the joint search's plan, where the schedule is "auto"
 
     @property
     def peak_memory(self) -> float:
@@ -173,7 +173,7 @@ class Plan:
     sequence_parallel: bool = False  # whether tensor-parallel ranks share tokens, too
     fused: bool = False  # whether norms and activations are fused kernels
     refusals: Mapping[str, str] = field(default_factory=dict)  # why ranks can't share slices, or experts; by choice
-    trained: tuple[str, ...] = ()  # what of the model trains, where that isn't all
+    trained: tuple[str, ...] = ()  # the trained part of the model, where that isn't all
 
     @property
     def best(self) -> Prediction:

@@ -72,19 +72,19 @@ def stages_text(placement: Sequence[int]) -> str:
 
 def _numbers(numbers: Sequence[float]) -> str:
     """Returns the numbers, of many the first and the last."""
-    words = [f"{each:g}" for each in numbers]
+    words = [f"{number:g}" for number in numbers]
     return " ".join(words if len(words) <= _MOST_NUMBERS else [*words[: _MOST_NUMBERS // 2], "...", words[-1]])
 
 
 def cut_lines(prediction: Prediction) -> list[str]:
-    """Returns which rank has which stage, how many layers stages have, and what was gained over the exact slices."""
+    """Returns which rank has which stage, how many layers stages have, and the gain over the exact slices."""
     ranks, layers = (_numbers(row) for row in (prediction.placement, prediction.partition))
     lines = [f"The best has its stages on ranks {ranks}, with layers {layers}; {slices_text(prediction.slices)}."]
-    found = prediction.joint
-    if found is not None and found.exact is not None and found.exact.slices != found.slices:
-        gain = found.exact.seconds / found.seconds - 1
+    joint = prediction.joint
+    if joint is not None and joint.exact is not None and joint.exact.slices != joint.slices:
+        gain = joint.exact.seconds / joint.seconds - 1
         lines.append(
-            f"The {plural(len(found.exact.slices), 'slice')} of the dynamic program for equal stages, with the best "
+            f"The {plural(len(joint.exact.slices), 'slice')} of the dynamic program for equal stages, with the best "
             f"cut for them, take {gain:.1%} longer."
         )
     return lines
@@ -133,7 +133,7 @@ _LEGEND = {
 
 
 def legend_text(left_out: Container[str] = ()) -> str:
-    """Returns what the columns mean, in a line."""
+    """Returns the columns' meanings, in a line."""
     return "; ".join(f"{name}: {what}" for name, what in _LEGEND.items() if name not in left_out) + "."
 
 
@@ -141,15 +141,15 @@ _NUM_CHOSEN = 12  # the first columns are choices, the others predictions
 
 
 def memory_text(prediction: Prediction) -> str:
-    """Returns what the fullest rank holds, and the limit if there is one."""
+    """Returns the fullest rank's memory, and the limit if there is one."""
     held = bytes_text(prediction.peak_memory)
     return f"{held} of {bytes_text(prediction.memory_limit)}" if isfinite(prediction.memory_limit) else held
 
 
 def shared_choices(predictions: Sequence[Prediction]) -> dict[str, str]:
     """Returns heading and value of the choices, other than the degrees, that are the same in every row."""
-    values = {name: {COLUMNS[name](each) for each in predictions} for name in list(COLUMNS)[1:_NUM_CHOSEN]}
-    return {name: found.pop() for name, found in values.items() if len(found) == 1}
+    values = {name: {COLUMNS[name](prediction) for prediction in predictions} for name in list(COLUMNS)[1:_NUM_CHOSEN]}
+    return {name: distinct.pop() for name, distinct in values.items() if len(distinct) == 1}
 
 
 def shared_text(choices: Mapping[str, str]) -> str:
@@ -163,23 +163,23 @@ def shared_text(choices: Mapping[str, str]) -> str:
 def reasons(plan: Plan) -> list[str]:
     """Returns a line for each configuration that is the best with other values of one or more choices.
 
-    It says which choices differ, how much longer a step takes, where that time goes, and what else differs. Of degrees
-    that the model doesn't allow it says why.
+    It says which choices differ, how much longer a step takes, where that time goes, and further differences. Of
+    degrees that the model doesn't allow it says why.
     """
     best, groups = plan.best, dict[Configuration, list[Alternative]]()
     for alternative in plan.alternatives:
         groups.setdefault(alternative.prediction.configuration, []).append(alternative)
-    found = [_reason([each.choice for each in group], group[0], best) for group in groups.values()]
+    lines = [_reason([alternative.choice for alternative in group], group[0], best) for group in groups.values()]
     refused = [f"{_named_choice(choice, best.configuration)}: {reason}" for choice, reason in plan.refusals.items()]
-    return found + refused
+    return lines + refused
 
 
 def _reason(choices: Sequence[str], alternative: Alternative, best: Prediction) -> str:
     other, mine = alternative.prediction.configuration, best.configuration
-    instead = ", ".join(f"{_named_choice(each, other)} instead of {choice_text(each, mine)}" for each in choices)
+    instead = ", ".join(f"{_named_choice(choice, other)} instead of {choice_text(choice, mine)}" for choice in choices)
     longer = alternative.prediction.step_seconds / best.step_seconds - 1
     changes = [f"{seconds_text(abs(s))} {'more' if s > 0 else 'less'} {c}" for c, s in _main_changes(alternative, best)]
-    others = ", ".join(_named_choice(each, other) for each in other.differences(mine) if each not in choices)
+    others = ", ".join(_named_choice(choice, other) for choice in other.differences(mine) if choice not in choices)
     notes = "; ".join(filter(None, [", ".join(changes), f"with {others}" if others else ""]))
     how_much = f"{longer:+.1%}" if abs(longer) >= _TINY else "as fast"
     return f"{instead}: {how_much}" + (f" ({notes})" if notes else "")
@@ -213,7 +213,7 @@ _PLAIN_TEXT = {
     "font.family": "sans-serif",
     "axes.facecolor": "none",
 }
-_ROOT = {  # what matplotlib sets for the whole page, and what the picture is
+_ROOT = {  # matplotlib's settings for the whole page, and the kind of picture
     "stroke-linejoin": "round",
     "stroke-linecap": "butt",
     "role": "img",
@@ -222,7 +222,7 @@ _ROOT = {  # what matplotlib sets for the whole page, and what the picture is
 
 
 def timeline_svg(timeline: Timeline) -> tuple[str, str]:
-    """Returns the picture, and a sentence that says what it shows, or "" where it shows everything."""
+    """Returns the picture, and a sentence on its part of the step, or "" where it shows everything."""
     from matplotlib import rc_context
 
     parts, left_out = shown_parts(timeline)
@@ -283,7 +283,7 @@ def write_report(plan: Plan, path: Path) -> None:
 def report_page(plan: Plan) -> str:
     """Returns the HTML of the report."""
     sections = (_headline, _table, _time, _timeline, _memory, _reasons, _cuts, _notes)
-    body = "\n".join(each(plan) for each in sections)
+    body = "\n".join(section(plan) for section in sections)
     return html_page(f"Plan: {plan.model} on {plan.cluster}", body, "slipstream plan")
 
 
@@ -311,13 +311,13 @@ def _table(plan: Plan) -> str:
     columns = {name: cell for name, cell in COLUMNS.items() if name not in shared}
     columns["memory"] = lambda prediction: bytes_text(prediction.peak_memory)  # the headline has the limit, too
     cells = [[cell(prediction) for cell in columns.values()] for prediction in plan.predictions]
-    rows = [(f"plan {number}", *row) for number, row in enumerate(cells, 1)]
+    rows = [(f"plan {place}", *row) for place, row in enumerate(cells, 1)]
     more = f"<p class='soft'>{escape(shared_text(shared))}</p>" if shared else ""
     return section("The best plans", table(["", *columns], rows, best=0) + more)
 
 
 def _time(plan: Plan) -> str:
-    bars = [Bar(f"plan {number}", each.seconds_by_cause) for number, each in enumerate(plan.predictions, 1)]
+    bars = [Bar(f"plan {place}", prediction.seconds_by_cause) for place, prediction in enumerate(plan.predictions, 1)]
     chart = bar_chart(bars, "time of a step on the rank that ends last", seconds_text)
     causes = list(dict.fromkeys(cause for bar in bars for cause in bar.parts))
     return section("Where the step's time goes", chart + _numbers_table(bars, causes, "step", seconds_text))

@@ -34,8 +34,8 @@ def placements(num_ranks: int, num_units: int) -> list[tuple[int, ...]]:
     lengths = (rounds * num_ranks + more for rounds in range(1, _MOST_ROUNDS + 1) for more in (0, 1))
     loops = [tuple(loop * (length // num_ranks + 1))[:length] for length in lengths]
     v_shape = (*loop, *reversed(loop))
-    found = dict.fromkeys([*loops, v_shape] if num_ranks > 1 else [(0,)])
-    return [placement for placement in found if len(placement) <= num_units]
+    orders = dict.fromkeys([*loops, v_shape] if num_ranks > 1 else [(0,)])
+    return [placement for placement in orders if len(placement) <= num_units]
 
 
 _MOST_ROUNDS = 3  # of stages over the ranks
@@ -104,23 +104,23 @@ class FinalistSearch:
 
 
 _ACCOUNTED = 24  # of those that seem to hold least
-_SAVINGS = (("none",), ("stage", "full"), ("stage+full",))  # of memory, by what they cost
+_SAVINGS = (("none",), ("stage", "full"), ("stage+full",))  # of memory, by their cost
 _FINALISTS = 3  # placements whose best candidate gets its best order
 
 
 class OutOfMemoryError(SlipstreamError):
-    """Nothing that was searched keeps to the memory limit; the message says what would."""
+    """No plan that was searched keeps to the memory limit; the message has the remedy."""
 
 
 def find_joint_plan(problem: JointProblem, on_progress: Callable[[float], None] = lambda share: None) -> JointPlan:
     """Returns the plan with the shortest simulated step that the search finds. The same problem gives the same plan.
 
     For each placement the slices and cuts with the least lower bounds are improved by local search: units move between
-    neighbouring stages and tokens between neighbouring slices, slices are halved and joined. What can't beat the best
-    known by its lower bound isn't simulated. Among the slices to start from are those that are optimal for equal stages
-    (TeraPipe, Algorithm 1). The best placements' candidates get better orders (`find_order`), the least bounds first.
-    Where nothing fits the memory limit, stages or layers are computed again, whichever steps are shorter, or else
-    both.
+    neighbouring stages and tokens between neighbouring slices, slices are halved and joined. Candidates that can't beat
+    the best known by their lower bound aren't simulated. Among the slices to start from are those that are optimal for
+    equal stages (TeraPipe, Algorithm 1). The best placements' candidates get better orders (`find_order`), the least
+    bounds first. Where nothing fits the memory limit, stages or layers are computed again, whichever steps are shorter,
+    or else both.
 
     `on_progress` is called with the share of the effort that is used up.
 
@@ -131,20 +131,20 @@ def find_joint_plan(problem: JointProblem, on_progress: Callable[[float], None] 
     problem.check()
     least: list[_Least] = []
     for savings in _SAVINGS if problem.memory_limit is not None else _SAVINGS[:1]:
-        found: list[JointPlan] = []
+        plans: list[JointPlan] = []
         for recompute in savings:
             searches = _search(replace(problem, effort=problem.effort / len(savings)), recompute, on_progress)
             plan = _best(searches[:_FINALISTS])
-            found += [] if plan is None else [plan]
+            plans += [] if plan is None else [plan]
             least += [_least(searches)] if plan is None and problem.most_seconds == inf else []
-        if found:
-            return min(found, key=lambda plan: plan.seconds)
+        if plans:
+            return min(plans, key=lambda plan: plan.seconds)
     if problem.most_seconds < inf:
         raise SlipstreamError(f"nothing was found that fits and takes less than {problem.most_seconds:.4g} seconds.")
-    fitting = [each for each in least if max(each.bytes) <= (problem.memory_limit or inf)]
+    fitting = [candidate for candidate in least if max(candidate.bytes) <= (problem.memory_limit or inf)]
     if fitting:
         return fitting[0].search.plan_in(fitting[0].candidate, fitting[0].schedule)
-    raise _nothing_fits(problem, min(least, key=lambda each: max(each.bytes)))
+    raise _nothing_fits(problem, min(least, key=lambda candidate: max(candidate.bytes)))
 
 
 def _best(searches: list[PlacementSearch]) -> JointPlan | None:
@@ -165,7 +165,7 @@ def _best(searches: list[PlacementSearch]) -> JointPlan | None:
 
 
 class _Least(NamedTuple):
-    """What holds least of all that was tried, and the bytes of each rank."""
+    """The candidate with the least memory of all that were tried, and the bytes of each rank."""
 
     bytes: tuple[float, ...]
     search: PlacementSearch
@@ -174,19 +174,19 @@ class _Least(NamedTuple):
 
 
 def _least(searches: list[PlacementSearch]) -> _Least:
-    """Returns what holds least: of even cuts and slices, one microbatch after the other."""
+    """Returns the candidate with the least memory: of even cuts and slices, one microbatch after the other."""
     tried: list[tuple[float, int, PlacementSearch, PlanMemory, Candidate]] = []
     for search in searches:
         assert search.memory is not None
         for candidate in dict.fromkeys(search.starts()):
             size = float(search.memory.least_bytes(candidate, search.units(candidate.slices)).max())
             tried.append((size, len(tried), search, search.memory, candidate))
-    found = []
+    tries = []
     for _, _, search, memory, candidate in sorted(tried)[:_ACCOUNTED]:
         units = search.units(candidate.slices)
         most = tuple(memory.most(candidate, units).tolist())
-        found.append(_Least(most, search, candidate, memory.least(candidate, units)))
-    return min(found, key=lambda each: max(each.bytes))
+        tries.append(_Least(most, search, candidate, memory.least(candidate, units)))
+    return min(tries, key=lambda least: max(least.bytes))
 
 
 def _nothing_fits(problem: JointProblem, least: _Least) -> OutOfMemoryError:
@@ -206,7 +206,7 @@ def _search(problem: JointProblem, recompute: str, on_progress: Callable[[float]
 
     used = 0.0
     if recompute in BY_LAYER:
-        problem = replace(problem, split=False)  # or W would hold what all layers recompute
+        problem = replace(problem, split=False)  # or W would hold all that layers recompute
 
     def on_effort(effort: float) -> None:
         nonlocal used
@@ -216,8 +216,8 @@ def _search(problem: JointProblem, recompute: str, on_progress: Callable[[float]
     choices = placements(problem.num_ranks, problem.num_units)
     searches = [PlacementSearch(problem, placement, recompute, on_effort) for placement in choices]
     best, left = problem.most_seconds, problem.effort
-    for number, search in enumerate(searches):
-        share = left / (len(searches) - number)
+    for index, search in enumerate(searches):
+        share = left / (len(searches) - index)
         left += search.run(best, share) - share
         best = min(best, search.seconds)
     return sorted(searches, key=lambda search: search.seconds)
@@ -227,8 +227,8 @@ Vocabulary = Literal["auto", "whole", "spread"]
 Progress = Callable[[float], None]
 
 _VOCABULARY_CHOICE_NEAR = 1.03  # times the ideal step: a whole head's plan that is as near is taken
-_HEAVY = 0.25  # of a rank's share of the work: a lighter head is no reason for what is lost
-_WORTH = 0.99  # of the step with a whole head: what V, L and VW take is derived, not measured
+_HEAVY = 0.25  # of a rank's share of the work: a lighter head isn't worth the loss
+_WORTH = 0.99  # of the step with a whole head: the times of V, L and VW are derived, not measured
 _MOST_AHEAD = 1  # microbatches more in flight: V and L lie between the last forward and the first backward
 _EFFORT = 0.5  # of a search with a whole head: without one ranks are soon even
 
@@ -270,12 +270,12 @@ def _spread_if_it_fits(problem: JointProblem, on_progress: Progress, nothing_fit
 def find_spread_plan(problem: JointProblem, on_progress: Progress = lambda share: None) -> JointPlan:
     """Returns the plan with the shortest simulated step where every rank has an equal part of the head's rows.
 
-    The search is for a model whose head takes no time. Into what it finds, V, L and VW are put where ranks wait
+    The search is for a model whose head takes no time. Into its plans V, L and VW are put where ranks wait
     (`slipstream.schedule.spread_vocabulary`), and the whole is simulated. A memory limit is kept by the whole.
     """
     without = replace(problem, costs=UnitsWithoutHead(problem.costs), account=_account_of_parts(problem))
-    found = find_joint_plan(without, on_progress)
-    plans = sorted((_spread(problem, plan) for plan in (found, *found.rejected)), key=lambda plan: plan.seconds)
+    best = find_joint_plan(without, on_progress)
+    plans = sorted((_spread(problem, plan) for plan in (best, *best.rejected)), key=lambda plan: plan.seconds)
     return replace(plans[0], rejected=tuple(plans[1:]))
 
 
@@ -295,7 +295,7 @@ def _spread(problem: JointProblem, plan: JointPlan) -> JointPlan:
     with one more microbatch in flight where that is shorter and fits the memory limit."""
     cost = spread_costs(problem, plan.partition, plan.slices, plan.recompute)
     limit, account = problem.memory_limit, problem.account
-    found: list[tuple[float, int, Schedule]] = []
+    orders: list[tuple[float, int, Schedule]] = []
     for ahead in range(_MOST_AHEAD + 1):
         try:
             schedule = _with_parts(problem, plan.schedule, cost, ahead)
@@ -305,8 +305,8 @@ def _spread(problem: JointProblem, plan: JointPlan) -> JointPlan:
         if limit is not None and account is not None and ahead:
             fits = max(account(plan.partition, plan.slices, schedule, plan.recompute)) <= limit
         if fits:
-            found.append((simulate(schedule, cost).makespan, ahead, schedule))
-    seconds, _, schedule = min(found, key=lambda each: each[:2])
+            orders.append((simulate(schedule, cost).makespan, ahead, schedule))
+    seconds, _, schedule = min(orders, key=lambda timed: timed[:2])
     busiest = max(sum(map(cost.seconds, row)) for row in schedule.actions)
     return replace(
         plan,
@@ -325,7 +325,7 @@ def _with_parts(problem: JointProblem, schedule: Schedule, cost: TableCost, ahea
 
 
 def _account_of_parts(problem: JointProblem) -> MemoryAccount | None:
-    """Returns what the ranks hold where the parts of the head are put into an order without them."""
+    """Returns the ranks' memory where the parts of the head are put into an order without them."""
     whole = problem.account
     if whole is None:
         return None
@@ -349,8 +349,8 @@ def spread_costs(
     one, L as many as there are other ranks, and the others take one.
 
     Where the head is tied, E and EW go through every token on every rank, as the whole embedding's F and W do, with no
-    model's code around them. The first stage adds up what was looked up, which takes it about as long as a lookup: its
-    F keeps the embedding's time.
+    model's code around them. The first stage adds the embeddings up, which takes it about as long as a lookup: its F
+    keeps the embedding's time.
     """
     costs, last = problem.costs, len(partition) - 1
     table = SlicedUnits(UnitsWithoutHead(costs), slices, recompute).table(
@@ -422,5 +422,5 @@ class UnitsWithoutHead:
 
 
 def _without_last(units: Floats, fixed: Floats) -> tuple[Floats, Floats]:
-    """Returns what units and a stage have, with nothing for the last unit."""
+    # Nothing for the last unit.
     return np.concatenate([units[:-1], np.zeros_like(units[-1:])]), fixed

@@ -28,9 +28,9 @@ from slipstream.simulator import TableCost, simulate
 class PlanMemory:
     """The memory of the candidates of one placement, in bytes of each rank.
 
-    Orders are searched for within the room for activations. What a rank holds besides, such as messages, depends on
-    the order. So it is taken from the account of the order that holds least, and grows wherever an order that was found
-    holds more than the limit.
+    Orders are searched for within the room for activations. A rank's other memory, such as messages, depends on the
+    order. So it is taken from the account of the order with the least memory, and grows wherever an order that was
+    found holds more than the limit.
     """
 
     def __init__(self, problem: JointProblem, limit: float, placement: tuple[int, ...], recompute: str) -> None:
@@ -63,18 +63,18 @@ class PlanMemory:
         return units.without_frozen_backwards(order, candidate.bounds)
 
     def least_bytes(self, candidate: Candidate, units: SlicedUnits) -> Floats:
-        """Returns what each rank holds in that order, without what only the account counts."""
+        """Returns the bytes of each rank in that order, without those that only the account counts."""
         sizes = np.bincount(self._placement, units.stage_activations(candidate.bounds).sum(axis=1))
         total: Floats = self._held(candidate, units) + sizes
         return total
 
     def most(self, candidate: Candidate, units: SlicedUnits) -> Floats:
-        """Returns what each rank holds in that order."""
-        found = self._peaks(candidate, self.least(candidate, units))
-        return self.least_bytes(candidate, units) if found is None else found
+        """Returns the bytes of each rank in that order."""
+        peaks = self._peaks(candidate, self.least(candidate, units))
+        return self.least_bytes(candidate, units) if peaks is None else peaks
 
     def _held(self, candidate: Candidate, units: SlicedUnits) -> Floats:
-        """Weights, gradients, optimizer state, and what a stage computes again."""
+        """The bytes of weights, gradients, optimizer state, and of a stage's recomputation."""
         state = np.bincount(self._placement, np.diff(self._problem.state_sums[list(candidate.bounds)]))
         again = np.zeros(len(state))
         np.maximum.at(again, list(self._placement), units.computed_again(candidate.bounds))
@@ -121,7 +121,7 @@ class QuickOrder:
         stages, microbatches, slices = self._shape
         times = {op: units.stage_seconds(op, bounds) for op in OPS}
         limits = np.full(self._actions.num_ranks, np.inf) if room is None else room
-        one, every = (self._times(units, bounds, times, held, number) for number in (1, microbatches))
+        one, every = (self._times(units, bounds, times, held, count) for count in (1, microbatches))
         lone = self._one.graph_of(one, limits, np.full(self._one.num_units, self._split))
         alone = alone_starts(lone, self._one.microbatch, 1).reshape(3, stages, 1, slices)
         scheduler = ListScheduler(
@@ -138,7 +138,7 @@ class QuickOrder:
         self, units: SlicedUnits, bounds: tuple[int, ...], times: dict[Op, Floats], held: Floats, number: int
     ) -> UnitTimes:
         """Returns the costs of so many microbatches, whose messages don't wait for each other."""
-        seconds = {op: np.tile(each, number) for op, each in times.items()}
+        seconds = {op: np.tile(unit_times, number) for op, unit_times in times.items()}
         travels = np.tile(units.message_seconds, number)
         return UnitTimes.of_slices(seconds, (travels, 0 * travels), np.tile(held, number), units.frozen_stages(bounds))
 
@@ -237,14 +237,14 @@ class PlacementSearch:
         """Returns an order that keeps to the memory limit."""
         for _ in range(1 if self.memory is None else _TRIES):
             try:
-                found = find_order(
+                order = find_order(
                     *self._counts(candidate), self._table(candidate), **self._limits(candidate), effort=effort
                 )
             except SlipstreamError:  # no room for one microbatch
                 break
-            found = self.units(candidate.slices).without_frozen_backwards(found, candidate.bounds)
-            if self.memory is None or self.memory.fits(candidate, found):
-                return found
+            order = self.units(candidate.slices).without_frozen_backwards(order, candidate.bounds)
+            if self.memory is None or self.memory.fits(candidate, order):
+                return order
         assert self.memory is not None
         least = self.memory.least(candidate, self.units(candidate.slices))
         return least if self.memory.fits(candidate, least) else None
@@ -274,14 +274,13 @@ class PlacementSearch:
         return self._sliced[slices]
 
     def _room(self, candidate: Candidate) -> Floats | None:
-        """Bytes that each rank has for activations."""
         return None if self.memory is None else self.memory.room(candidate, self.units(candidate.slices))
 
     def _rank_bounds(self, slices: tuple[int, ...], cuts: Sequence[tuple[int, ...]]) -> list[tuple[float, float]]:
         """Returns the largest bound of a rank, and the sum of their squares, which tells even ranks from uneven ones,
         of each cut."""
         units, bounds = self.units(slices), np.array(cuts, np.int64)
-        found = rank_bounds(
+        table = rank_bounds(
             {op: units.stage_seconds(op, bounds) for op in OPS},
             self.ranks,
             [0],
@@ -289,7 +288,7 @@ class PlacementSearch:
             self.problem.num_microbatches,
             (bounds[:, 1:] <= self.problem.costs.num_frozen_units).sum(axis=1),
         )
-        return [*zip(found.max(axis=1).tolist(), (found**2).sum(axis=1).tolist(), strict=True)]
+        return [*zip(table.max(axis=1).tolist(), (table**2).sum(axis=1).tolist(), strict=True)]
 
     def rough_bound(self, candidate: Candidate) -> float:
         """Returns a lower bound of the step, less close than `bound`, in a fraction of its time."""
@@ -303,13 +302,13 @@ class PlacementSearch:
                 counts = self.problem.num_microbatches, count
                 self._quick[count] = QuickOrder(self.placement, *counts, self.problem.split)
             units, rules = self.units(candidate.slices), self._rules.get(count, ())
-            found = self._quick[count].seconds(units, candidate.bounds, self._room(candidate), rules)
-            used = len(found) * self.num_actions(candidate)
+            seconds_by_rule = self._quick[count].seconds(units, candidate.bounds, self._room(candidate), rules)
+            used = len(seconds_by_rule) * self.num_actions(candidate)
             self._effort -= used
             self._on_effort(used)
-            self.known[candidate] = seconds = min(found.values())
+            self.known[candidate] = seconds = min(seconds_by_rule.values())
             if seconds < inf and not rules:
-                self._rules[count] = tuple(sorted(found, key=found.__getitem__)[:_RULES])
+                self._rules[count] = tuple(sorted(seconds_by_rule, key=seconds_by_rule.__getitem__)[:_RULES])
             if seconds < self.seconds:
                 self.seconds, self.best = seconds, candidate
         return self.known[candidate]
@@ -334,7 +333,7 @@ class PlacementSearch:
         problem = self.problem
         step, most = max(problem.granularity, problem.seq_len // _EXACT_CUTS), problem.slice_counts[-1]
         while True:
-            found = slice_tokens(
+            slicing = slice_tokens(
                 time(Op.F),
                 problem.seq_len,
                 problem.num_ranks,
@@ -342,8 +341,8 @@ class PlacementSearch:
                 backward=time(Op.B),
                 num_microbatches=problem.num_microbatches,
             )
-            if len(found.slices) <= most or 2 * step > problem.longest:
-                return self._evened(Candidate(bounds, found.slices))
+            if len(slicing.slices) <= most or 2 * step > problem.longest:
+                return self._evened(Candidate(bounds, slicing.slices))
             step *= 2
 
     def _mean_stage_seconds(self, op: Op, length: Any, context: Any) -> Any:
@@ -372,16 +371,16 @@ class PlacementSearch:
     def _descend(self, candidate: Candidate) -> None:
         """Changes one thing at a time, until no change makes the simulated step shorter or the effort is used up."""
         now = self._simulated(candidate)
-        changes, number, failed = self.changes(candidate), 0, 0
+        changes, index, failed = self.changes(candidate), 0, 0
         while failed < len(changes) and self._effort > 0:
-            changed = changes[number % len(changes)]
-            number, failed = number + 1, failed + 1
-            if self.rough_bound(changed) < now and (found := self._simulated(changed)) < now * (1 - 1e-6):
-                candidate, now, failed = changed, found, 0
+            changed = changes[index % len(changes)]
+            index, failed = index + 1, failed + 1
+            if self.rough_bound(changed) < now and (seconds := self._simulated(changed)) < now * (1 - 1e-6):
+                candidate, now, failed = changed, seconds, 0
                 changes = self.changes(candidate)
 
     def changes(self, candidate: Candidate) -> list[Candidate]:
-        """Returns what is one change from a candidate."""
+        """Returns the candidates one change away."""
         longest = self.problem.longest
-        slicings = (each for each in candidate.slicings(self.problem) if max(each.slices) <= longest)
+        slicings = (sliced for sliced in candidate.slicings(self.problem) if max(sliced.slices) <= longest)
         return [*candidate.cuts(), *slicings]

@@ -1,4 +1,4 @@
-"""What the joint search is asked, the candidates among which it looks, and what it chose."""
+"""The joint search's problem, the candidates among which it looks, and its plan."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from slipstream.schedule import Schedule
 from slipstream.simulator import TableCost, simulate
 from slipstream.units import numbers_text, table_text
 
-# From the layers of each stage, the slices, the compute actions and what is computed again: bytes of each rank.
+# From the layers of each stage, the slices, the compute actions and the recomputation: bytes of each rank.
 MemoryAccount = Callable[[tuple[float, ...], tuple[int, ...], Schedule, str], Sequence[float]]
 
 
 @dataclass(frozen=True)
 class JointProblem:
-    """What is searched for: a step of `num_microbatches` sequences of `seq_len` tokens on `num_ranks` ranks.
+    """The problem of a search: a step of `num_microbatches` sequences of `seq_len` tokens on `num_ranks` ranks.
 
     Args:
-        costs: what each unit of the model costs, for a microbatch.
+        costs: of each unit of the model, for a microbatch.
         granularity: slices begin at multiples of this many tokens.
         most_slices: the largest number of slices of a sequence, unless `longest_slice` asks for more.
         longest_slice: tokens of the longest slice, of which whole granules count. None: the sequence.
@@ -92,7 +92,7 @@ class JointProblem:
         """Returns all work on these slices, or on as few as are allowed where that is less, divided by the ranks."""
         few = SlicedUnits(self.costs, self.fewest_slices)
         # Measured costs may rise faster than the tokens, so that shorter slices are less work.
-        least = min(float(each.unit_work().sum()) for each in (few, units))
+        least = min(float(sliced_units.unit_work().sum()) for sliced_units in (few, units))
         return least * self.num_microbatches / self.num_ranks
 
     @cached_property
@@ -113,7 +113,7 @@ class JointPlan:
         seconds: the simulated step.
         bound: the least that a step can take with this cut, placement and slices, in any order.
         ideal: the least work of this and the rejected plans, or of the fewest slices, divided by the ranks.
-        recompute: what is computed again, because the memory limit asks for it.
+        recompute: the recomputation for which the memory limit asks.
         exact: the plan with the slices that are best for equal stages (`slipstream.slice_tokens`) and the most even cut
             for them, in the same placement. None: it doesn't fit the memory limit.
         rejected: the best that was found with each other placement, best first.
@@ -140,7 +140,7 @@ class JointPlan:
         return "spread" if self.schedule.spreads_vocabulary else "whole"
 
     def table(self) -> str:
-        """Returns one line per placement that was searched to the end, the chosen one first, and what was compared."""
+        """Returns one line per placement that was searched to the end, the chosen one first, and the other heads."""
         rows: list[tuple[str, ...]] = [("stages on ranks", "layers", "slices", "step", "over ideal")]
         plans = [self, *self.rejected, *([self.other_head] if self.other_head else [])]
         rows += [plan._row() for plan in plans]
@@ -212,17 +212,17 @@ def steepest_descent(
     changes: Callable[[Choice], Iterable[Choice]],
     most: float = inf,
 ) -> tuple[Choice, Value]:
-    """Returns what is reached by taking the best change again and again while the value falls, and its value.
+    """Returns the end of taking the best change again and again while the value falls, and its value.
 
     It ends once `most` changes were tried.
     """
     best, (least,) = start, values([start])
     while most > 0 and (changed := [*dict.fromkeys(changes(best))]):
         most -= len(changed)
-        found = min(zip(values(changed), changed, strict=True), key=itemgetter(0))
-        if found[0] >= least:
+        step = min(zip(values(changed), changed, strict=True), key=itemgetter(0))
+        if step[0] >= least:
             break
-        least, best = found
+        least, best = step
     return best, least
 
 
@@ -252,7 +252,7 @@ class SlowedStep:
         """
         start = self._bounds(partition)
         best, seconds = steepest_descent(
-            start, partial(map, self._simulated), lambda each: _moved(each, (-1, 1)), _MOST_SIMULATIONS
+            start, partial(map, self._simulated), lambda cut: _moved(cut, (-1, 1)), _MOST_SIMULATIONS
         )
         return partition_of(best, self._per_layer), seconds
 

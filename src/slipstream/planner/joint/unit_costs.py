@@ -29,10 +29,10 @@ from slipstream.simulator import TableCost
 
 
 class UnitCosts(Protocol):
-    """What each unit of a model costs, for microbatches of one size.
+    """The costs of each unit of a model, for microbatches of one size.
 
     The units are the embedding, the layers or, where they can be cut, the attention and feed-forward half of each, and
-    the head with the loss. A stage is a run of units; `of a stage` below is what each stage costs besides its units.
+    the head with the loss. A stage is a run of units; `of a stage` below is the cost of each stage besides its units.
     """
 
     @property
@@ -89,8 +89,8 @@ class UnitCosts(Protocol):
 class SlicedUnits:
     """The times of all units on the slices of a sequence, from which those of any stage follow by two subtractions.
 
-    With `recompute`, as `memory.recompute` has it, what a forward keeps less runs again before its backward or within
-    it, which counts as longer by as much.
+    With `recompute`, as `memory.recompute` has it, the parts that a forward doesn't keep run again before its backward
+    or within it, which counts as longer by as much.
     """
 
     costs: UnitCosts
@@ -111,14 +111,14 @@ class SlicedUnits:
 
     @cached_property
     def _prefixes(self) -> Mapping[Op, tuple[Floats, Floats]]:
-        given = [0, *accumulate(self.slices)][:-1] if self.contexts is None else self.contexts
-        contexts = np.array(given, np.int64)
+        starts = [0, *accumulate(self.slices)][:-1] if self.contexts is None else self.contexts
+        contexts = np.array(starts, np.int64)
         times = {op: self.costs.seconds(op, self._lengths, contexts) for op in OPS}
         units, fixed = times[Op.F]
         again, besides = units * (self.recompute in REPLAYED), fixed * (self.recompute in REPLAYED)
         again[1:-1] += units[1:-1] * (self.recompute in BY_LAYER)
         times |= {op: (times[op][0] + again, times[op][1] + besides) for op in (Op.B, Op.I)}
-        return {op: _prefix(*each) for op, each in times.items()}
+        return {op: _prefix(*unit_times) for op, unit_times in times.items()}
 
     def stage_seconds(self, op: Op, bounds: Sequence[int] | Ints) -> Floats:
         """Returns the seconds of an op, (..., stages, slices); stage g has the units bounds[g] to bounds[g+1] - 1."""
@@ -136,8 +136,8 @@ class SlicedUnits:
 
     def without_frozen_backwards(self, schedule: Schedule, bounds: Sequence[int]) -> Schedule:
         """Returns the schedule without the backwards of frozen stages."""
-        number = self.frozen_stages(bounds)
-        return freeze_stages(schedule, number) if number > schedule.num_frozen_stages else schedule
+        num_frozen = self.frozen_stages(bounds)
+        return freeze_stages(schedule, num_frozen) if num_frozen > schedule.num_frozen_stages else schedule
 
     @cached_property
     def _handling(self) -> Floats:
@@ -161,8 +161,8 @@ class SlicedUnits:
 
     @cached_property
     def _held(self) -> tuple[Floats, Floats]:
-        """What F keeps. Of layers that are recomputed one by one it is what enters whole ones, as the embedding and the
-        head keep what they save."""
+        """The bytes that F keeps. Of layers that are recomputed one by one these are the inputs of whole ones, as the
+        embedding and the head keep their saved tensors."""
         if self.recompute == "none":
             return self._whole
         units, fixed = self.costs.kept_bytes(self._lengths)
@@ -189,7 +189,7 @@ class SlicedUnits:
         return _TrainedStages(
             num_frozen=self.frozen_stages(bounds),
             times=times,
-            message_bytes=[float(each) for each in self.costs.message_bytes(self._lengths)],
+            message_bytes=[float(num_bytes) for num_bytes in self.costs.message_bytes(self._lengths)],
             latency=self.costs.latency,
             bandwidth=self.costs.bandwidth,
             activations={key: float(size) for key, size in np.ndenumerate(self.stage_activations(bounds))},
@@ -213,7 +213,6 @@ class _TrainedStages(TableCost):
 
 
 def _prefix(units: Floats, fixed: Floats) -> tuple[Floats, Floats]:
-    """Returns the sums of the first 0, 1, ... units, (units + 1, slices), and the part of every stage."""
     return np.concatenate([np.zeros((1, units.shape[1])), np.cumsum(units, axis=0)]), fixed
 
 
@@ -228,10 +227,10 @@ def _of_stages(prefix: tuple[Floats, Floats], bounds: Sequence[int] | Ints) -> F
 class AnalyticUnits:
     """The computed costs of the embedding, the layers or their halves, and the head (see `UnitCosts`), of one rank.
 
-    A stage costs what its units cost, and the device's `action_seconds` once.
+    A stage's cost is the sum of its units', and the device's `action_seconds` once.
 
     Args:
-        costs: what stages cost at a tensor-parallel degree, for microbatches of one size.
+        costs: of stages at a tensor-parallel degree, for microbatches of one size.
         seq_len: tokens of a sequence.
         granularity: slices begin at multiples of this many tokens.
         num_ranks: ranks of the pipeline. The slowest of their links counts for all.
@@ -271,8 +270,8 @@ class AnalyticUnits:
         return self._tables[op][:, ends, starts][self._kinds], np.full(len(lengths), self._fixed)
 
     def activation_bytes(self, lengths: Ints) -> tuple[Floats, Floats]:
-        kept, context = self._bytes_per_token
-        return np.outer(kept + context, lengths) + self._left[:, None], np.zeros(len(lengths))
+        kept_bytes, context = self._bytes_per_token
+        return np.outer(kept_bytes + context, lengths) + self._left[:, None], np.zeros(len(lengths))
 
     def kept_bytes(self, lengths: Ints) -> tuple[Floats, Floats]:
         _, context = self._bytes_per_token
@@ -283,8 +282,8 @@ class AnalyticUnits:
         sizes = self._of_kinds(partial(self.costs.weight_bytes, each=state.weights))
         sizes = sizes + state.gradients * self._of_kinds(self.costs.num_trained)
         optimized = self._of_kinds(partial(self.costs.num_optimized, shards=self.optimizer_shards))
-        found: Floats = (sizes + state.optimizer * optimized)[self._kinds]
-        return found
+        state_bytes: Floats = (sizes + state.optimizer * optimized)[self._kinds]
+        return state_bytes
 
     def handling_seconds(self, lengths: Ints) -> Floats:
         seconds: Floats = np.asarray(self.costs.handling_seconds(lengths), float)
@@ -296,7 +295,6 @@ class AnalyticUnits:
 
     @cached_property
     def _kinds(self) -> Ints:
-        """The kind of every unit."""
         return np.array(self.costs.model.parts)
 
     def _of_kinds(self, value: Callable[[StageParts], Any]) -> Floats:
@@ -325,8 +323,8 @@ class AnalyticUnits:
 
     @cached_property
     def _bytes_per_token(self) -> tuple[Floats, Floats]:
-        """What each unit keeps for its backward, and its keys and values with their gradients; nothing of a unit that
-        has no backward, which keeps them for its forwards alone."""
+        """The bytes that each unit keeps for its backward, and its keys and values with their gradients; nothing of a
+        unit that has no backward, which keeps them for its forwards alone."""
         costs = self.costs
         none, one = (self._of_kinds(partial(costs.activation_bytes, length=length)) for length in (0, 1))
         context = self._of_kinds(partial(costs.context_bytes, length=1))
@@ -336,7 +334,6 @@ class AnalyticUnits:
 
     @cached_property
     def _left(self) -> Floats:
-        """The states that a slice of any length leaves to the next one."""
         return self._of_kinds(partial(self.costs.activation_bytes, length=0))[self._kinds]
 
     @cached_property
@@ -391,17 +388,17 @@ class ProfileUnits:
         return self.profile.slowdown * np.maximum(units, 0.0), self.profile.slowdown * np.maximum(fixed, 0.0)
 
     def activation_bytes(self, lengths: Ints) -> tuple[Floats, Floats]:
-        kept, _ = self._contexts(lengths)
+        kept_bytes, _ = self._contexts(lengths)
         units, fixed = self._by_part([stage.activation_bytes_at(lengths) for stage in self.profile.stages])
-        return units + kept, fixed
+        return units + kept_bytes, fixed
 
     def kept_bytes(self, lengths: Ints) -> tuple[Floats, Floats]:
         return self._contexts(lengths)[0], self.message_bytes(lengths)
 
     def state_bytes(self) -> Floats:
-        each = self.state.weights + self.state.gradients + self.state.optimizer
+        bytes_each = self.state.weights + self.state.gradients + self.state.optimizer
         parameters, _ = self.profile.by_part([float(stage.num_parameters) for stage in self.profile.stages])
-        return each * np.maximum(parameters, 0.0)
+        return bytes_each * np.maximum(parameters, 0.0)
 
     def message_bytes(self, lengths: Ints) -> Floats:
         sizes: Floats = np.asarray(self.profile.message_bytes(lengths), float)
@@ -413,11 +410,11 @@ class ProfileUnits:
 
     def _contexts(self, lengths: Ints) -> tuple[Floats, Floats]:
         """The keys and values of the slices' tokens and their gradients."""
-        each = [float(stage.context_bytes + stage.context_gradient_bytes) for stage in self.profile.stages]
-        return self._by_part(list(np.outer(each, lengths)))
+        context_bytes = [float(stage.context_bytes + stage.context_gradient_bytes) for stage in self.profile.stages]
+        return self._by_part(list(np.outer(context_bytes, lengths)))
 
     def _by_part(self, stages: list[Floats]) -> tuple[Floats, Floats]:
-        """Splits what the measured stages have, among the parts, (parts, slices), and the fixed part."""
+        """Splits a quantity of the measured stages among the parts, (parts, slices), and the fixed part."""
         columns = [self.profile.by_part(column) for column in np.transpose(stages).tolist()]
         units = np.array([units for units, _ in columns], float).T.reshape(len(self.profile.parts), -1)
         return units, np.array([fixed for _, fixed in columns], float)

@@ -45,10 +45,10 @@ class ListScheduler:
 
     Args:
         actions: of the step.
-        times: what they cost.
+        times: their costs.
         limits: the bytes of each rank.
         split: whether backwards may be split.
-        alone: the start of each action if its microbatch ran alone, or what finds it from the graph of whole backwards.
+        alone: the start of each action if its microbatch ran alone, or its function of the graph of whole backwards.
             None: `alone_starts` does.
         before: the periods of the microbatches before each action's. None: one for each.
         period: the busiest rank's work in one. None: its mean work of a microbatch.
@@ -113,14 +113,14 @@ def alone_starts(graph: ActionGraph, microbatch: Ints, num_microbatches: int) ->
     """Returns each action's start if its microbatch ran alone, in the order of the numbers and without a limit."""
     graph = graph._replace(limits=np.full(len(graph.limits), _NEVER))
     costs = np.stack([graph.seconds, graph.link_seconds, graph.link_occupied])
-    found: dict[bytes, Floats] = {}  # the starts in a microbatch of these costs
+    starts_by_costs: dict[bytes, Floats] = {}  # the starts in a microbatch of these costs
     alone = np.empty(len(microbatch))
-    for number in range(num_microbatches):
-        mine = microbatch == number
-        if (costs_here := costs[:, mine].tobytes()) not in found:
-            own = graph._replace(exists=graph.exists & mine)
-            found[costs_here] = place(own, np.arange(float(len(mine))), 0.0, 0.0)[1][mine]
-        alone[mine] = found[costs_here]
+    for index in range(num_microbatches):
+        mine = microbatch == index
+        if (costs_here := costs[:, mine].tobytes()) not in starts_by_costs:
+            alone_graph = graph._replace(exists=graph.exists & mine)
+            starts_by_costs[costs_here] = place(alone_graph, np.arange(float(len(mine))), 0.0, 0.0)[1][mine]
+        alone[mine] = starts_by_costs[costs_here]
     return alone
 
 
@@ -128,7 +128,7 @@ def alone_starts(graph: ActionGraph, microbatch: Ints, num_microbatches: int) ->
 def _update_room(limit: float, held: Floats, missing_bytes: Floats, open_actions: Ints, room: Floats) -> None:
     """Updates room[x]: the bytes that a forward of chain x may take on a rank so that every older chain can still end.
 
-    Oldest first: chain k can end if what it lacks, and what it and all younger chains hold, fits.
+    Oldest first: chain k can end if the bytes that it lacks, and those that it and all younger chains hold, fit.
     """
     younger, least = held.sum(), _NEVER
     for chain in range(len(held)):
@@ -170,13 +170,13 @@ def place(graph: ActionGraph, priority: Floats, window: float, patience: float) 
     first_filler = np.zeros(num_ranks, np.int64)
     held, missing_bytes = np.zeros((num_ranks, num_chains)), np.zeros((num_ranks, num_chains))
     open_actions = np.zeros((num_ranks, num_chains), np.int64)
-    for number in range(size):
-        if graph.exists[number]:
-            rank, chain = graph.rank[number], graph.chain[number]
-            missing_bytes[rank, chain] += graph.acquired[number]
+    for action in range(size):
+        if graph.exists[action]:
+            rank, chain = graph.rank[action], graph.chain[action]
+            missing_bytes[rank, chain] += graph.acquired[action]
             open_actions[rank, chain] += 1
-            if missing[number] == 0:
-                _append(candidates, rank, number)
+            if missing[action] == 0:
+                _append(candidates, rank, action)
     room = np.full((num_ranks, num_chains), _NEVER)
     chosen, chosen_start = np.zeros(num_ranks, np.int64), np.zeros(num_ranks)
     stale = np.ones(num_ranks, np.bool_)
@@ -197,29 +197,29 @@ def place(graph: ActionGraph, priority: Floats, window: float, patience: float) 
                         chosen[rank], chosen_start[rank] = filler, free[rank]
             if chosen_start[rank] < chosen_start[now]:
                 now = rank
-        number, chain = chosen[now], graph.chain[chosen[now]]
-        _append(order, now, number)
+        action, chain = chosen[now], graph.chain[chosen[now]]
+        _append(order, now, action)
         stale[now] = True
-        start[number] = chosen_start[now]
-        end = free[now] = start[number] + graph.seconds[number]
-        if number >= 2 * num_units:
+        start[action] = chosen_start[now]
+        end = free[now] = start[action] + graph.seconds[action]
+        if action >= 2 * num_units:
             first_filler[now] += 1
         else:
             for k in range(candidates.lengths[now]):
-                if candidates.rows[now, k] == number:
+                if candidates.rows[now, k] == action:
                     candidates.lengths[now] -= 1
                     candidates.rows[now, k] = candidates.rows[now, candidates.lengths[now]]
                     break
-        held[now, chain] += graph.acquired[number] - graph.released[number]
-        missing_bytes[now, chain] -= graph.acquired[number]
+        held[now, chain] += graph.acquired[action] - graph.released[action]
+        missing_bytes[now, chain] -= graph.acquired[action]
         open_actions[now, chain] -= 1
         arrival = end
-        line = graph.channel[number]
+        line = graph.channel[action]
         if line >= 0:
             leaves = max(end, line_free[line])
-            line_free[line] = leaves + graph.link_occupied[number]
-            arrival = leaves + graph.link_seconds[number]
-        for after in graph.after[graph.first_after[number] : graph.first_after[number + 1]]:
+            line_free[line] = leaves + graph.link_occupied[action]
+            arrival = leaves + graph.link_seconds[action]
+        for after in graph.after[graph.first_after[action] : graph.first_after[action + 1]]:
             if graph.exists[after]:
                 there = graph.rank[after]
                 ready[after] = max(ready[after], end if there == now else arrival)
@@ -236,13 +236,13 @@ def _choice(
 ) -> tuple[int, float]:
     """Returns the next forward or backward of a rank that is free from `free` on, and its start; or (-1, never)."""
     earliest = _NEVER
-    for number in waiting:
-        if graph.acquired[number] <= room[graph.chain[number]]:
-            earliest = min(earliest, ready[number])
+    for action in waiting:
+        if graph.acquired[action] <= room[graph.chain[action]]:
+            earliest = min(earliest, ready[action])
     latest = max(earliest, free) + window
     chosen, best = -1, _NEVER
-    for number in waiting:
-        fits = graph.acquired[number] <= room[graph.chain[number]]
-        if fits and ready[number] <= latest and priority[number] < best:
-            chosen, best = number, priority[number]
+    for action in waiting:
+        fits = graph.acquired[action] <= room[graph.chain[action]]
+        if fits and ready[action] <= latest and priority[action] < best:
+            chosen, best = action, priority[action]
     return (chosen, max(free, ready[chosen])) if chosen >= 0 else (-1, _NEVER)

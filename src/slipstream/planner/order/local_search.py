@@ -104,7 +104,7 @@ def _flip(graph: ActionGraph, split: Flags, unit: int, times: Floats) -> None:
 def _move(order: ActionOrder, rank: int, source: int, target: int, inserted: int) -> None:
     """Moves the action at `source` to `target`; -1 is outside of the row: `inserted` is inserted or removed."""
     row = order.rows[rank]
-    number = row[source] if source >= 0 else inserted
+    action = row[source] if source >= 0 else inserted
     if source < 0:
         source = order.lengths[rank]
         order.lengths[rank] += 1
@@ -114,7 +114,7 @@ def _move(order: ActionOrder, rank: int, source: int, target: int, inserted: int
     step = 1 if target > source else -1
     for at in range(source, target, step):
         row[at] = row[at + step]
-    row[target] = number
+    row[target] = action
 
 
 @compiled
@@ -133,36 +133,36 @@ def _critical_pairs(
     """
     size = len(start)
     tolerance = 1e-9 * last
-    number = -1
+    action = -1
     for rank in range(len(order.lengths)):
         for at in range(order.lengths[rank]):
             position[order.rows[rank, at]] = at
         if order.lengths[rank]:
             final = order.rows[rank, order.lengths[rank] - 1]
             if start[final] + graph.seconds[final] >= last - tolerance:
-                number = final
+                action = final
     num_pairs = 0
     for _ in range(size):
-        if number < 0 or start[number] <= tolerance:
+        if action < 0 or start[action] <= tolerance:
             break
-        rank, found = graph.rank[number], -1
-        if position[number] > 0:
-            early = order.rows[rank, position[number] - 1]
-            if start[early] + graph.seconds[early] >= start[number] - tolerance:
-                pairs[num_pairs] = number
+        rank, cause = graph.rank[action], -1
+        if position[action] > 0:
+            early = order.rows[rank, position[action] - 1]
+            if start[early] + graph.seconds[early] >= start[action] - tolerance:
+                pairs[num_pairs] = action
                 num_pairs += 1
-                found = early
-        if found < 0:
+                cause = early
+        if cause < 0:
             latest = -1.0
-            for before in graph.before[graph.first_before[number] : graph.first_before[number + 1]]:
+            for before in graph.before[graph.first_before[action] : graph.first_before[action + 1]]:
                 end = start[before] + graph.seconds[before]
                 if graph.rank[before] != rank:
                     end += graph.link_seconds[before]
                 if end > latest:
-                    latest, found = end, before
-            if found >= 0 and graph.channel[found] >= 0 and latest < start[number] - tolerance:
-                found = _before_on_channel(graph, order, found, position)
-        number = found
+                    latest, cause = end, before
+            if cause >= 0 and graph.channel[cause] >= 0 and latest < start[action] - tolerance:
+                cause = _before_on_channel(graph, order, cause, position)
+        action = cause
     return num_pairs
 
 

@@ -28,7 +28,7 @@ def makespan_bound(problem: OrderingProblem) -> float:
     graph = graph._replace(seconds=np.concatenate([times[Op.F], shortest, np.maximum(rest, 0)]))
     last_stage = len(problem.placement) - 1
     last = [Action(Op.B, last_stage, microbatch, slices.stop - 1) for microbatch, slices in problem.chains]
-    return float(_bound(graph, np.array([problem.number(each) for each in last], np.int64), _bytes_under(problem)))
+    return float(_bound(graph, np.array([problem.number(action) for action in last], np.int64), _bytes_under(problem)))
 
 
 def _bytes_under(problem: OrderingProblem) -> Floats:
@@ -76,8 +76,8 @@ def rank_bounds(
     """
     forward, whole, inputs, weights = (seconds[op] for op in (Op.F, Op.B, Op.I, Op.W))
     back, both = (np.minimum(whole, inputs), np.minimum(whole, inputs + weights)) if split else (whole, whole)
-    own, first_stages = np.unique(ranks, return_index=True)
-    of_rank = (ranks[:, None] == own).astype(float)
+    ranks_here, first_stages = np.unique(ranks, return_index=True)
+    of_rank = (ranks[:, None] == ranks_here).astype(float)
     link = link_seconds[firsts] * (np.diff(ranks, prepend=ranks[0]) != 0)[:, None]
     ahead, behind = forward[..., firsts], back[..., firsts]
     sent = link * (np.arange(len(ranks)) > np.expand_dims(num_frozen, -1))[..., None]
@@ -129,11 +129,11 @@ def _raise_paths(graph: ActionGraph, numbers: Ints, paths: Floats, onward: bool)
     `numbers` are in an order of precedence, reversed if `onward`.
     """
     first, others = (graph.first_after, graph.after) if onward else (graph.first_before, graph.before)
-    for number in numbers:
-        for other in others[first[number] : first[number + 1]]:
-            sender = number if onward else other
-            link = graph.link_seconds[sender] if graph.rank[number] != graph.rank[other] else 0.0
-            paths[number] = max(paths[number], paths[other] + graph.seconds[other] + link)
+    for action in numbers:
+        for other in others[first[action] : first[action + 1]]:
+            sender = action if onward else other
+            link = graph.link_seconds[sender] if graph.rank[action] != graph.rank[other] else 0.0
+            paths[action] = max(paths[action], paths[other] + graph.seconds[other] + link)
 
 
 @compiled
@@ -157,22 +157,22 @@ def longest_paths(graph: ActionGraph) -> Floats:
 
 
 def _along(num_units: int) -> Ints:
-    """Returns all action numbers in an order in which each follows what it needs."""
+    """Returns all action numbers in an order in which each follows its predecessors."""
     backwards = np.arange(2 * num_units - 1, num_units - 1, -1)
     return np.concatenate((np.arange(num_units), backwards, np.arange(2 * num_units, 3 * num_units)))
 
 
 def _on_machines(graph: ActionGraph, numbers: Ints, heads: Floats, tails: Floats) -> float:
     """Returns the largest one-machine bound over the ranks and the channels, for these actions and their messages."""
-    found = [0.0]
+    bounds = [0.0]
     for rank in range(graph.counts[0]):
         here = numbers[graph.rank[numbers] == rank]
-        found.append(one_machine(heads[here], graph.seconds[here], tails[here]))
+        bounds.append(one_machine(heads[here], graph.seconds[here], tails[here]))
     for line in range(graph.counts[1]):
         here = numbers[graph.channel[numbers] == line]
         sent = heads[here] + graph.seconds[here]
-        found.append(one_machine(sent, graph.link_occupied[here], _travels(graph, here, tails)))
-    return max(found)
+        bounds.append(one_machine(sent, graph.link_occupied[here], _travels(graph, here, tails)))
+    return max(bounds)
 
 
 def _bound(graph: ActionGraph, turns: Ints, under: Floats) -> float:
@@ -229,8 +229,8 @@ def _memory_over_time(graph: ActionGraph, here: Ints, paths: _Paths) -> float:
 def _turns_apart(graph: ActionGraph, here: Ints, under: Floats, paths: _Paths) -> Floats:
     """Returns apart[k]: the least seconds from a chain's turn to the k-th turn after it that one rank's memory allows.
 
-    At its turn a chain is held whole. What several chains hold above the limit must be freed after the first
-    one's turn, and taken again before the last one's.
+    At its turn a chain is held whole. Bytes of several chains above the limit must be freed after the first one's turn,
+    and taken again before the last one's.
     """
     num_units, num_chains = len(under), graph.counts[2]
     apart = np.zeros(num_chains + 1)
@@ -282,9 +282,9 @@ def _freed_at(graph: ActionGraph, mine: Ints, paths: _Paths, size: float) -> flo
 def _turn_after(graph: ActionGraph, mine: Ints, theirs: Ints, slack: float, under: Floats, paths: _Paths) -> float:
     """Returns the least seconds from one chain's turn to another's, on one machine that frees `mine` and runs `theirs`.
 
-    When a forward of theirs starts, all that it needs is held as well: `under` bytes. The first chain has then
-    freed what exceeds `slack`. So every backward without which that is impossible has ended, and the weight
-    gradient too where the unit's bytes are needed: often for fewer forwards.
+    When a forward of theirs starts, its `under` bytes are held as well. The first chain has then freed what exceeds
+    `slack`. So every backward without which that is impossible has ended, and the weight gradient too where the unit's
+    bytes are needed: often for fewer forwards.
     """
     num_units = len(under)
     if len(theirs) == 0 or len(mine) == 0:

@@ -123,9 +123,9 @@ class OrderSearch:
                 return
             _, order, split = self.best
             graph = self.problem.graph(split)
-            found = anneal(graph, order, split, times, num_steps, heat, seed)
+            annealed = anneal(graph, order, split, times, num_steps, heat, seed)
             self.effort -= num_steps * self.size / 2
-            self._offer(MeasuredOrder(*found))
+            self._offer(MeasuredOrder(*annealed))
 
     def join(self) -> None:
         """Merges I and W that follow each other into B where that costs nothing."""
@@ -223,7 +223,7 @@ def step_lower_bound(
     3. for a rank with limit L: least head + sum(bytes · time held)/L + least tail, a unit being held at
        least for the path from its forward by its chain's turn to the end of its w;
     4. for such a rank: least head(turn) + (chains-1)/k · gap(k) + least tail(turn), where gap(k) is the time from
-       a turn to the k-th turn after it. What k+1 chains hold above L must be freed after the one turn and
+       a turn to the k-th turn after it. Bytes of k+1 chains above L must be freed after the one turn and
        taken before the other: gap(1) is J of the backwards that must have freed and the forwards that wait
        for it, with heads from one turn and tails to the next.
     """

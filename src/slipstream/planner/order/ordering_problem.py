@@ -24,7 +24,7 @@ _PARTS = tuple(NUMBERS[op] for op in (Op.F, Op.I, Op.W))
 
 
 class UnitTimes(NamedTuple):
-    """What the actions of all units cost, in seconds and bytes."""
+    """The costs of all units' actions, in seconds and bytes."""
 
     seconds: Mapping[Op, Floats]  # of F, B, I and W, one per unit
     link_seconds: Floats  # that each action's result travels, (3 units,)
@@ -46,12 +46,12 @@ class UnitTimes(NamedTuple):
         shape = 3, *held.shape
         sent = np.ones(shape)
         sent[1, : num_frozen + 1] = num_frozen == 0
-        travels, occupied = ((sent * each).ravel() for each in links)
-        return cls({op: each.ravel() for op, each in seconds.items()}, travels, occupied, held.ravel())
+        travels, occupied = ((sent * per_slice).ravel() for per_slice in links)
+        return cls({op: of_op.ravel() for op, of_op in seconds.items()}, travels, occupied, held.ravel())
 
 
 class StepActions:
-    """All actions of a step, as numbers, and what the rules of order say of them.
+    """All actions of a step, as numbers, and their precedence by the rules of order.
 
     Args:
         placement: the rank of each stage.
@@ -84,7 +84,6 @@ class StepActions:
 
     @cached_property
     def _slices(self) -> list[tuple[int, int]]:
-        """The microbatch and the slice of each of a stage's units."""
         return [(m, i) for m, count in enumerate(self.slice_counts) for i in range(count)]
 
     @cached_property
@@ -146,7 +145,7 @@ class StepActions:
 
     @cached_property
     def precedence(self) -> Precedence:
-        """What comes before and after each action, from the rules of order; whole backwards are as their I."""
+        """The predecessors and successors of each action, from the rules of order; whole backwards are as their I."""
         stages, index = np.arange(len(self.placement)), np.array([index for _, index in self._slices])
         op = np.repeat(_PARTS, self.num_units)
         stage = np.tile(np.repeat(stages, self.firsts[-1]), 3)
@@ -195,16 +194,16 @@ class StepActions:
         """Returns a compute-only schedule as action numbers, and the units whose backwards it splits."""
         rows = [[self.number(action) for action in row] for row in schedule.actions]
         split = np.zeros(3 * self.num_units, np.bool_)
-        split[[number for row in rows for number in row]] = True
+        split[[action for row in rows for action in row]] = True
         return ActionOrder.of(rows, self.longest_row), split[2 * self.num_units :]
 
     def schedule(self, order: ActionOrder, split: Flags) -> Schedule:
         """Returns the Schedule, named "auto", of an order."""
         places = [(stage, *place) for stage in range(len(self.placement)) for place in self._slices]
-        backwards = [Op.I if each else Op.B for each in split.tolist()]
+        backwards = [Op.I if is_split else Op.B for is_split in split.tolist()]
         ops = [Op.F] * self.num_units, backwards, [Op.W] * self.num_units
         made = [Action(op, *place) for part in ops for op, place in zip(part, places, strict=True)]
-        return self.schedule_of([[made[number] for number in row.tolist()] for row in order.by_rank()])
+        return self.schedule_of([[made[action] for action in row.tolist()] for row in order.by_rank()])
 
 
 class OrderingProblem(StepActions):
@@ -228,35 +227,35 @@ class OrderingProblem(StepActions):
                 f"placement={list(placement)} must give the rank of every stage, and use every "
                 "rank from 0 on, such as [0, 1, 0, 1]."
             )
-        given = (np.inf,) * self.num_ranks if memory_limit is None else memory_limit
-        if len(given) != self.num_ranks:
+        limits = (np.inf,) * self.num_ranks if memory_limit is None else memory_limit
+        if len(limits) != self.num_ranks:
             raise SlipstreamError(
-                f"memory_limit has {len(given)} entries; give one for each of {self.num_ranks} ranks."
+                f"memory_limit has {len(limits)} entries; give one for each of {self.num_ranks} ranks."
             )
         _ = self.shape  # checks the counts
-        self.limits = tuple(limit * (1 + ROUNDING) for limit in given)
+        self.limits = tuple(limit * (1 + ROUNDING) for limit in limits)
         for rank, (limit, least) in enumerate(zip(self.limits, self.least_memory.tolist(), strict=True)):
             if not least <= limit:
                 raise SlipstreamError(
-                    f"memory_limit is {given[rank]:g} bytes on rank {rank}, and no order fits: the rank holds all "
+                    f"memory_limit is {limits[rank]:g} bytes on rank {rank}, and no order fits: the rank holds all "
                     f"slices of a microbatch that attend to each other at the same time, {least:g} bytes. Give it at "
                     "least that, or use more ranks, smaller microbatches or recomputation."
                 )
 
     @cached_property
     def times(self) -> UnitTimes:
-        """What the cost model says of every action. Without `split`, I and W together count as long as B."""
+        """The cost model's times of every action. Without `split`, I and W together count as long as B."""
         ops = (Op.F, Op.B, Op.I, Op.W) if self.split else (Op.F, Op.B)
         seconds = {op: self._per_unit(self.cost.seconds, op) for op in ops}
         seconds = {Op.I: seconds[Op.B], Op.W: np.zeros(self.num_units)} | seconds
         travels, occupied = np.zeros(3 * self.num_units), np.zeros(3 * self.num_units)
-        for number in np.flatnonzero(self.channels[0] >= 0).tolist():
-            part, unit = divmod(number, self.num_units)
+        for action in np.flatnonzero(self.channels[0] >= 0).tolist():
+            part, unit = divmod(action, self.num_units)
             send = sending(self.action((Op.F, Op.B)[part], unit), self.shape)
             assert send is not None
             line = channel(send, self.shape)
-            travels[number] = self.cost.link_seconds(send, line.source, line.destination)
-            occupied[number] = self.cost.link_occupied(send, line.source, line.destination)
+            travels[action] = self.cost.link_seconds(send, line.source, line.destination)
+            occupied[action] = self.cost.link_occupied(send, line.source, line.destination)
         return UnitTimes(seconds, travels, occupied, self._activations)
 
     @cached_property

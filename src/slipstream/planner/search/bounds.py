@@ -68,11 +68,11 @@ class NewestResults(Generic[_Result]):
 
     def __call__(self, shape: ScheduleShape, *saving: Any) -> _Result:
         key = (shape, *saving)
-        found = self._kept.pop(key) if key in self._kept else self._make(*key)
-        self._kept[key] = found
-        while len(self._kept) > 1 and sum(prod(each.counts) for each, *_ in self._kept) > self._most:
+        result = self._kept.pop(key) if key in self._kept else self._make(*key)
+        self._kept[key] = result
+        while len(self._kept) > 1 and sum(prod(cut.counts) for cut, *_ in self._kept) > self._most:
             del self._kept[next(iter(self._kept))]
-        return found
+        return result
 
     def clear(self) -> None:
         """Forgets all results."""
@@ -93,7 +93,7 @@ def _make_schedule(shape: ScheduleShape, recompute: bool = False, offload: float
     return ActionArrays.of(freeze_stages(schedule, shape.num_frozen) if shape.num_frozen else schedule)
 
 
-# With what follows from it a schedule takes up to two kilobytes for each slice of a stage.
+# With its arrays a schedule takes up to two kilobytes for each slice of a stage.
 cached_schedule = NewestResults(60_000, _make_schedule)
 
 
@@ -105,7 +105,7 @@ def with_savings(schedule: Schedule, recompute: bool = False, offload: float = 0
 
 @dataclass(frozen=True, eq=False)
 class PlacedPartition:
-    """The parts of each stage, the rank that holds it, and what stages cost."""
+    """The parts of each stage, the rank that holds it, and the stages' costs."""
 
     costs: StageCosts
     placement: tuple[int, ...]
@@ -115,12 +115,12 @@ class PlacedPartition:
     @cached_property
     def stages(self) -> list[StageParts]:
         """The parts of each stage, without a head that is spread."""
-        found = StageParts.of_units(self.bounds)
-        return [*found[:-1], found[-1]._replace(stop=found[-1].stop - 1)] if self.spreads_head else found
+        parts = StageParts.of_units(self.bounds)
+        return [*parts[:-1], parts[-1]._replace(stop=parts[-1].stop - 1)] if self.spreads_head else parts
 
     @cached_property
     def part_counts(self) -> Floats:
-        """What each stage has once besides its parts, and how many parts of each kind, (stage, 1 + kinds)."""
+        """The fixed part of each stage, 1, and its number of parts of each kind, (stage, 1 + kinds)."""
         counts = np.zeros((len(self.stages), 2 + max(self.costs.parts)))
         counts[:, 0] = 1
         stages = np.repeat(np.arange(len(self.stages)), np.diff(self.bounds))
@@ -156,16 +156,15 @@ class PlacedPartition:
     def per_stage(self, value: Callable[[StageParts], float]) -> Floats:
         """Returns the value of each stage; of a spread head a rank's last one has a share."""
         different, places = self._alike
-        found: Floats = np.array([value(stage) for stage in different], float)[places]
+        values: Floats = np.array([value(stage) for stage in different], float)[places]
         if self.spreads_head:
             head = StageParts(self.bounds[-1] - 1, self.bounds[-1])
-            lasts = [len(found) - 1 - self.placement[::-1].index(rank) for rank in range(self.num_ranks)]
-            found[lasts] += value(head) / self.num_ranks
-        return found
+            lasts = [len(values) - 1 - self.placement[::-1].index(rank) for rank in range(self.num_ranks)]
+            values[lasts] += value(head) / self.num_ranks
+        return values
 
     @cached_property
     def _of_rank(self) -> Floats:
-        """Which stages a rank has, (stage, rank)."""
         return np.eye(self.num_ranks)[list(self.placement)]
 
     def per_rank(self, values: Floats) -> Floats:
@@ -176,7 +175,7 @@ class PlacedPartition:
 @dataclass(frozen=True)
 class StageSizes:
     """The bytes of each stage's weights, how many parameters are trained, and the bytes of one microbatch's keys and
-    values and of what its F keep."""
+    values and of the activations that its F keep."""
 
     weights: Floats
     trained: Floats
@@ -191,7 +190,7 @@ class StageTimes:
     """The seconds of each (stage, slice)."""
 
     compute: dict[Op, Floats]  # of F, B, I and W; B in one may differ from the sum of its two halves
-    replay: dict[str, Floats]  # of R, by kind of recomputation; with "full", what B and I take longer
+    replay: dict[str, Floats]  # of R, by kind of recomputation; with "full", the seconds added to B and I
     exchanged: dict[Op, Floats]  # the parts of F and of I that are `EXCHANGES`, (kind, stage, slice)
     slices: tuple[int, ...]
 
@@ -202,8 +201,8 @@ class StageTimes:
     def seconds(self, recompute: str) -> dict[Op, Floats]:
         """Returns the times of all ops with a kind of recomputation."""
         again = self.within_backwards(recompute)
-        found = self.compute | {op: self.compute[op] + again for op in (Op.B, Op.I)}
-        return found | ({Op.R: self.replay[recompute]} if recompute in REPLAYED else {})
+        seconds = self.compute | {op: self.compute[op] + again for op in (Op.B, Op.I)}
+        return seconds | ({Op.R: self.replay[recompute]} if recompute in REPLAYED else {})
 
 
 class Savings(NamedTuple):
@@ -242,18 +241,18 @@ class GroupBounds:
     def least_seconds(self, tails: Floats) -> Floats:
         """Returns lower bounds of the step, (slicing, saving), where each rank's last action is followed by its tail.
 
-        It is the longest of the ranks' times: what precedes their first stage's first forward, their work, what follows
-        their first stage's last backward, and the optimizer; or the copies to the host and back, if longer. Where a
-        backward is split, what follows overlaps with late weight gradients: the larger counts.
+        It is the longest of the ranks' times: the time before their first stage's first forward, their work, the time
+        after their first stage's last backward, and the optimizer; or the copies to the host and back, if longer. Where
+        a backward is split, the time after it overlaps with late weight gradients: the larger counts.
 
         Args:
-            tails: seconds, (what is sharded, rank).
+            tails: seconds, (kind of sharding, rank).
         """
         ends = (self._last_action_ends[:, None] + tails[:, None]).max(axis=-1)
         return self._by_slicing(np.maximum(ends[:, None], self._copy_seconds[:, :, None]))
 
     def _by_slicing(self, bounds: Floats) -> Floats:
-        """Returns bounds by recomputation, offload, sharding and slicing as (slicing, saving)."""
+        # From recomputation, offload, sharding and slicing to (slicing, saving).
         return bounds.reshape(-1, len(self.slicings)).T
 
     @cached_property
@@ -267,7 +266,7 @@ class GroupBounds:
         The last slice of a microbatch isn't recomputed where its backward directly follows its forward, but then the
         rank waits in between for the stages after: the shorter of the two counts.
         """
-        times, cut, kinds, number = self.times, self.cut, self.savings.recompute, self.num_microbatches
+        times, cut, kinds, num_microbatches = self.times, self.cut, self.savings.recompute, self.num_microbatches
         forward = np.broadcast_to(times.compute[Op.F], (len(kinds), *times.compute[Op.F].shape))
         again, replay = np.zeros(forward.shape), np.zeros(forward.shape)
         for index, what in enumerate(kinds):
@@ -277,12 +276,12 @@ class GroupBounds:
         back = np.where(split, times.compute[Op.I], times.compute[Op.B]) + again
         weights = np.where(split, times.compute[Op.W], 0.0)
         computed = {Op.F: forward, Op.B: back + weights, Op.I: back, Op.W: weights}
-        of_slices = {op: each[..., :2] for op, each in computed.items()}
-        ends = rank_bounds(of_slices, np.array(cut.placement), [0], np.zeros(2), number)
+        of_slices = {op: by_slice[..., :2] for op, by_slice in computed.items()}
+        ends = rank_bounds(of_slices, np.array(cut.placement), [0], np.zeros(2), num_microbatches)
         around = (forward + back)[..., ::-1, 2]
         waits = (np.cumsum(around, axis=-1) - around)[..., ::-1]
         first, others, last = np.moveaxis(replay, -1, 0)
-        return ends + number * cut.per_rank(first + others - last + np.minimum(last, waits))
+        return ends + num_microbatches * cut.per_rank(first + others - last + np.minimum(last, waits))
 
     @cached_property
     def _copy_seconds(self) -> Floats:
@@ -291,12 +290,12 @@ class GroupBounds:
         host, shares = self.source.host, np.array(self.savings.offload)
         away = np.array([sum(sorted(slices)[:-2]) / max(1, sum(slices)) for slices in self.slicings])
         sent = self._kept.min(axis=1)[:, None] * shares * self.num_microbatches
-        found: Floats = (sent / (host.bandwidth if host else inf))[:, :, None] * away
-        return found
+        seconds: Floats = (sent / (host.bandwidth if host else inf))[:, :, None] * away
+        return seconds
 
     @cached_property
     def _kept(self) -> Floats:
-        """What a microbatch keeps on each rank, (recomputation, rank)."""
+        """The bytes that a microbatch keeps on each rank, (recomputation, rank)."""
         return np.stack([self.cut.per_rank(self.sizes.kept[what]) for what in self.savings.recompute])
 
     def least_bytes(self) -> Floats:
@@ -312,7 +311,7 @@ class GroupBounds:
             state.of_shards(shard).optimizer * sizes.optimized(1 if shard == "none" else self.num_copies)
             for shard in self.savings.shard
         ]
-        kept = per_rank(sizes.weights + gradients * sizes.trained + np.stack(optimized))
+        state_bytes = per_rank(sizes.weights + gradients * sizes.trained + np.stack(optimized))
         # a backward has all of its slice's activations, or a layer's, whatever was dropped or offloaded before
         longest = np.array([max(slices, default=0) / max(1, sum(slices)) for slices in self.slicings])
         working = sizes.largest * longest[:, None] * ~by_layer
@@ -321,23 +320,23 @@ class GroupBounds:
         # a stage without backwards frees it after its forwards
         is_lone = np.array([len(slices) < 2 for slices in self.slicings])
         context = per_rank(sizes.context * self.cut.trains) * ~(by_layer & is_lone[:, None])
-        held = (activations + context[:, None])[:, :, None] + kept[:, None]
+        held = (activations + context[:, None])[:, :, None] + state_bytes[:, None]
         return self._by_slicing(held.max(axis=-1))
 
 
-Promise = tuple[float, float, int, bool]  # least seconds of the step, then what saves memory at little cost first
+Promise = tuple[float, float, int, bool]  # least seconds of the step, then cheap ways of saving memory first
 
 
 @dataclass(frozen=True, eq=False)
 class ConfigurationGroup:
-    """Configurations of a mesh with the same cut, and what their steps and memory take at least.
+    """Configurations of a mesh with the same cut, and the least seconds and bytes of their steps.
 
     Args:
-        first: what they have in common.
+        first: with their common settings.
         names: of their schedules.
         slicings: (number of slices, slicing) of each.
         savings: how they save memory.
-        seconds: of the step, (slicing, saving); 0 for what is too large.
+        seconds: of the step, (slicing, saving); 0 for one that is too large.
         sizes: bytes of the fullest rank, (slicing, saving).
         least_seconds: of the step with any slices; infinite where that is too large.
     """
@@ -360,11 +359,11 @@ class ConfigurationGroup:
 
     def in_order(self, memory: float) -> Iterator[tuple[Promise, Configuration]]:
         """Yields those that may fit, the most promising first."""
-        index = {what: number for number, what in enumerate(self.savings.recompute)}
+        index = {what: place for place, what in enumerate(self.savings.recompute)}
         costs = [(offload, index[what], shard == "none") for what, offload, shard in self.savings.every]
         seconds, fits = self.seconds, self.sizes <= memory
         keys = *np.broadcast_to(np.transpose(costs)[::-1, None], (3, *seconds.shape)), seconds
-        places = np.flatnonzero(fits)[np.lexsort([each[fits] for each in keys])]
+        places = np.flatnonzero(fits)[np.lexsort([key[fits] for key in keys])]
         for slicing, saving in np.transpose(np.unravel_index(places, fits.shape)).tolist():
             promise = (float(seconds[slicing, saving]), *costs[saving])
             yield from ((promise, self._at(name, slicing, saving)) for name in range(len(self.names)))
@@ -415,23 +414,23 @@ class MemoryBound:
     """The bytes of activations, keys, values and gradients of a configuration's stages."""
 
     whole: Floats  # (stage, slice): all activations of F
-    kept: Floats  # (stage, slice): what is kept of them where the slice is recomputed
+    kept: Floats  # (stage, slice): those that are kept where the slice is recomputed
     context: Floats  # per stage, of one microbatch
     gradients: Floats  # per stage
-    offloads: bool  # whether activations may be on the host until their backward; what I keeps for W never is
+    offloads: bool  # whether activations may be on the host until their backward; those that I keeps for W never are
 
     def peaks(self, shape: ScheduleShape) -> Floats:
         """Returns a lower bound of each rank's bytes at its peak."""
         actions = marked_actions(shape)
         op, stage = actions.op, actions.stage
-        whole, kept = self.whole[stage, actions.slice], self.kept[stage, actions.slice]
+        whole, kept_bytes = self.whole[stage, actions.slice], self.kept[stage, actions.slice]
         backward, last = (op == _B) | (op == _I), (op == _B) | (op == _W)
         if self.offloads:
             before, after = np.where(op == _I, whole, 0), np.where(op == _W, whole, 0)
             during = np.where(op == _B, whole, 0)
         else:
-            before, after = np.where(op == _F, kept, 0), np.where(last, kept, 0)
-            during = np.where(backward, whole - kept, 0)
+            before, after = np.where(op == _F, kept_bytes, 0), np.where(last, kept_bytes, 0)
+            during = np.where(backward, whole - kept_bytes, 0)
         before = before + actions.opens * self.context[stage]
         # gradients exist once the backward that makes them has freed its activations
         after = after + actions.closes * self.context[stage] - actions.reduces * self.gradients[stage]
@@ -443,5 +442,5 @@ class MemoryBound:
         All slices between forward and backward are there but a few, which are needed soon or whose backward follows too
         soon.
         """
-        kept = MemoryBound(self.kept, self.kept, 0 * self.context, 0 * self.gradients, offloads=False)
-        return float(kept.peaks(shape).max() - _NOT_AWAY * self.kept.max())
+        kept_bound = MemoryBound(self.kept, self.kept, 0 * self.context, 0 * self.gradients, offloads=False)
+        return float(kept_bound.peaks(shape).max() - _NOT_AWAY * self.kept.max())

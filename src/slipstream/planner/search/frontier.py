@@ -13,7 +13,7 @@ from slipstream.planner.search.bounds import ConfigurationGroup, Promise
 from slipstream.planner.search.plan_space import PlanSpace
 from slipstream.planner.slicing.equal_stage_slicing import search_compiled
 
-ProgressReport = Callable[[str, int, int], None]  # what is done, how many are done, out of how many (0: unknown)
+ProgressReport = Callable[[str, int, int], None]  # the task, how many are done, out of how many (0: unknown)
 BoundedConfiguration = tuple[float, Configuration]  # a lower bound of its step, in seconds
 
 _EVERY = 5000  # configurations between two reports of progress
@@ -34,7 +34,7 @@ class Frontier:
         every = list(space.meshes())
         self.num_meshes, self.num_bounded, self.num_too_large = len(every), 0, 0
         self._groups: list[ConfigurationGroup] = []
-        self._unopened: dict[_Unopened, float] = {}  # with what all in it takes at least
+        self._unopened: dict[_Unopened, float] = {}  # with the least seconds of all in it
         self._waiting: list[tuple[Promise | tuple[float], int, _Unopened | tuple[Configuration, _Ordered]]] = []
         self._ordered: list[BoundedConfiguration] = []
         for mesh in every:
@@ -44,7 +44,7 @@ class Frontier:
     @property
     def num_bounded_meshes(self) -> int:
         """The meshes whose configurations have been bounded, or all of which are too large."""
-        return self.num_meshes - sum(isinstance(each, Mesh) for each in self._unopened)
+        return self.num_meshes - sum(isinstance(entry, Mesh) for entry in self._unopened)
 
     def starting(self, index: int) -> Iterator[BoundedConfiguration]:
         """Yields the configurations from this place on, the most promising first."""
@@ -59,32 +59,32 @@ class Frontier:
         if (values is not None and {*values} <= {value}) or choice == "vocabulary":  # which the joint search spreads
             return
         yield from self._with_other(self._groups, choice, value)
-        for each in sorted(self._unopened, key=self._unopened.__getitem__):
-            common = each.first if isinstance(each, ConfigurationGroup) else each
+        for entry in sorted(self._unopened, key=self._unopened.__getitem__):
+            common = entry.first if isinstance(entry, ConfigurationGroup) else entry
             if getattr(common, choice, None) != value or choice in ConfigurationGroup.VARIED:
-                yield from self._with_other(self._open(each), choice, value)
+                yield from self._with_other(self._open(entry), choice, value)
 
     def _with_other(self, groups: Iterable[ConfigurationGroup], choice: str, value: object) -> Iterator[Configuration]:
         is_varied = choice in ConfigurationGroup.VARIED
-        found = (each for each in groups if is_varied or getattr(each.first, choice) != value)
-        every = merge(*(each.in_order(self._space.memory) for each in found), key=itemgetter(0))
+        fitting = (group for group in groups if is_varied or getattr(group.first, choice) != value)
+        every = merge(*(group.in_order(self._space.memory) for group in fitting), key=itemgetter(0))
         yield from (c for _, c in every if getattr(c, choice) != value)
 
     def _extend(self) -> bool:
         """Puts the next configuration in its place; False where there is none."""
         while self._waiting:
-            (seconds, *_), _, found = heappop(self._waiting)
-            if isinstance(found, (Mesh, ConfigurationGroup)):
-                self._open(found)
+            (seconds, *_), _, entry = heappop(self._waiting)
+            if isinstance(entry, (Mesh, ConfigurationGroup)):
+                self._open(entry)
                 continue
-            configuration, others = found
+            configuration, others = entry
             self._ordered.append((seconds, configuration))
             self._add_next(others)
             return True
         return False
 
     def _open(self, found: _Unopened) -> list[ConfigurationGroup]:
-        """Returns what is in it, which then waits for its turn; nothing where that was done."""
+        """Returns its groups, which then wait for their turn; none where that was done."""
         if self._unopened.pop(found, None) is None:
             return []
         if isinstance(found, Mesh):
@@ -102,9 +102,9 @@ class Frontier:
         return groups
 
     def _count(self, group: ConfigurationGroup) -> None:
-        before, number = self.num_bounded, len(group.names)
-        self.num_bounded += number * group.sizes.size
-        self.num_too_large += number * int((group.sizes > self._space.memory).sum())
+        before, num_names = self.num_bounded, len(group.names)
+        self.num_bounded += num_names * group.sizes.size
+        self.num_too_large += num_names * int((group.sizes > self._space.memory).sum())
         if self.num_bounded // _EVERY > before // _EVERY:
             search_compiled()  # which pays now
             self._report("bounds", self.num_bounded, 0)

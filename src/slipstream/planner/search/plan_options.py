@@ -54,7 +54,7 @@ def make_options(**values: Any) -> PlanOptions:
     """Returns the options from one value or several for each choice; None stands for the default.
 
     Raises:
-        SlipstreamError: for an unknown option or an impossible value; it suggests what was meant.
+        SlipstreamError: for an unknown option or an impossible value; it suggests the one that was meant.
     """
     names = [field.name for field in fields(PlanOptions)]
     for name in values:
@@ -70,7 +70,7 @@ def _checked(name: str, value: Any) -> Any:
     if name in ("num_simulated", "num_best"):
         return check_count(name, value)
     several = isinstance(value, Sequence) and not isinstance(value, str)
-    return tuple(_checked_value(name, each) for each in (value if several else (value,)))
+    return tuple(_checked_value(name, item) for item in (value if several else (value,)))
 
 
 def _checked_value(name: str, value: Any) -> Any:

@@ -1,10 +1,10 @@
 """The search for a plan: of all configurations that divide and fit, the one whose simulated step is shortest.
 
-What the joint search finds on the most promising meshes: cuts inside layers, placements, slices and orders.
+The joint search's plans on the most promising meshes: cuts inside layers, placements, slices and orders.
 
 A named schedule has whole layers in stages of equal numbers. The joint search (`slipstream.planner.joint`) has neither
-limit, but takes seconds for each mesh. So it is tried on the few that are best with named schedules. What it finds is
-then simulated, and its memory counted in full, like any other configuration.
+limit, but takes seconds for each mesh. So it is tried on the few that are best with named schedules. Its plans are then
+simulated, and their memory counted in full, like any other configuration.
 """
 
 from __future__ import annotations
@@ -85,14 +85,14 @@ def search_plans(
 
     Lower bounds are computed for every mesh, and for the configurations of those that may have the next best. The most
     promising ones are simulated until no other can be faster, or `options.num_simulated` are simulated; `Plan.gap`
-    bounds what that may have missed.
+    bounds the seconds that it may have missed.
 
     Args:
-        source: the model on its hardware, with what it costs there.
+        source: the model on its hardware, with its costs there.
         seq_len: tokens per sequence.
         global_batch: sequences per step, over all devices.
         options: the choices that are allowed.
-        progress: called with what is being done, how many are done, and out of how many (0 where that is unknown).
+        progress: called with the current task, how many are done, and out of how many (0 where that is unknown).
 
     Raises:
         SlipstreamError: where no degrees divide the devices and the batch, or nothing fits the memory: by how much, on
@@ -162,7 +162,7 @@ class _PlanSearch:
     space: PlanSpace
     frontier: Frontier
     report: ProgressReport
-    seconds: dict[Configuration, float] = field(default_factory=dict)  # simulated steps of what fits
+    seconds: dict[Configuration, float] = field(default_factory=dict)  # simulated steps of those that fit
     too_large: set[Configuration] = field(default_factory=set)
     num_simulated: int = 0
     num_scheduled: int = 0  # configurations whose schedule was made
@@ -192,16 +192,16 @@ class _PlanSearch:
             self.reached += 1
 
     def search_jointly(self) -> None:
-        """Adds what the joint search finds on the best meshes, and fits."""
+        """Adds the joint search's plans on the best meshes, where they fit."""
         if not is_wanted(self.space.options):
             return
         for start in promising(sorted(self.seconds, key=self.seconds.__getitem__)):
             best = min(map(self.seconds.__getitem__, self._allowed()), default=inf)
-            for found in joint_candidates(self.space, start, best, self.report):
-                candidate = SimulatedConfiguration.of(self.space, found)
+            for configuration in joint_candidates(self.space, start, best, self.report):
+                candidate = SimulatedConfiguration.of(self.space, configuration)
                 if candidate.fits():
                     self.num_simulated += 1
-                    self.seconds[found], _ = candidate.step()
+                    self.seconds[configuration], _ = candidate.step()
                     break
 
     def nothing_joint(self) -> SlipstreamError:
@@ -236,9 +236,9 @@ class _PlanSearch:
             return None
         self.num_simulated += 1
         self.report("simulations", self.num_simulated, self.space.options.num_simulated)
-        found, _ = candidate.step()
-        self.seconds[configuration] = found
-        return found
+        seconds, _ = candidate.step()
+        self.seconds[configuration] = seconds
+        return seconds
 
     def _schedule(self, configuration: Configuration) -> SimulatedConfiguration:
         self.num_scheduled += 1
@@ -255,7 +255,7 @@ class _PlanSearch:
         return [c for c in self.seconds if allows("schedule", c.schedule) and allows("vocabulary", c.vocabulary)]
 
     def prediction(self, configuration: Configuration) -> Prediction:
-        """Returns what a simulated configuration does."""
+        """Returns the prediction of a simulated configuration."""
         if configuration not in self.known:
             self.known[configuration] = predict(SimulatedConfiguration.of(self.space, configuration))
         return self.known[configuration]
@@ -268,10 +268,10 @@ class _PlanSearch:
 
     def alternatives(self, best: Prediction) -> Iterator[Alternative]:
         """Yields for each choice the best configuration with another value of it; other choices may differ as well."""
-        for each in fields(Configuration):
-            configuration = self._best_with_other(each.name, getattr(best.configuration, each.name))
+        for choice_field in fields(Configuration):
+            configuration = self._best_with_other(choice_field.name, getattr(best.configuration, choice_field.name))
             if configuration:
-                yield Alternative(each.name, self.prediction(configuration))
+                yield Alternative(choice_field.name, self.prediction(configuration))
 
     def _best_with_other(self, choice: str, value: object) -> Configuration | None:
         """Returns the best simulated one; a few more are simulated where there is none yet."""
@@ -286,7 +286,7 @@ class _PlanSearch:
 
 
 def _cheaper(configuration: Configuration) -> Iterator[Configuration]:
-    """Yields the configuration with less of what saves memory at the cost of time."""
+    """Yields the configuration with less saving of memory at the cost of time."""
     shards = {configuration.shard, "optimizer"}
     for recompute, offload, shard in product(_SAVINGS[configuration.recompute], {0.0, configuration.offload}, shards):
         other = replace(configuration, recompute=recompute, offload=offload, shard=shard)
@@ -296,7 +296,7 @@ def _cheaper(configuration: Configuration) -> Iterator[Configuration]:
 
 def _nothing_divides(space: PlanSpace) -> SlipstreamError:
     source, options = space.source, space.options
-    given = {each.name: getattr(options, each.name) for each in fields(Configuration)}
+    given = {choice_field.name: getattr(options, choice_field.name) for choice_field in fields(Configuration)}
     allowed = ", ".join(f"{name}={','.join(map(str, values))}" for name, values in given.items() if values is not None)
     devices, layers = plural(source.num_devices, "device"), plural(len(source.kinds), "layer")
     return SlipstreamError(
@@ -315,7 +315,7 @@ _MOST_NODES = 64  # how many times the nodes may grow
 
 def explain_misfit(space: PlanSpace, num_meshes: int) -> SlipstreamError:
     """Returns the error for a search in which every configuration is too large."""
-    candidates = [SimulatedConfiguration.of(space, each) for each in _smallest(space)]
+    candidates = [SimulatedConfiguration.of(space, configuration) for configuration in _smallest(space)]
     smallest = min(candidates, key=lambda candidate: max(candidate.peaks()))
     peaks, away, host = smallest.peaks(), smallest.host_peak(), space.source.host
     peak, room, has = max(peaks), space.memory, f"{bytes_text(space.memory)} that may be used of a device"
@@ -353,28 +353,28 @@ def _smallest(space: PlanSpace) -> list[Configuration]:
     }
     unsaid = {choice: values for choice, values in saving.items() if getattr(space.options, choice) is None}
     saving_space = PlanSpace(space.source, space.seq_len, space.global_batch, replace(space.options, **unsaid))
-    found: list[tuple[float, Configuration]] = []
+    smallest: list[tuple[float, Configuration]] = []
     for mesh in sorted(saving_space.meshes(), key=saving_space.mean_state):
-        if len(found) == _SMALLEST and found[-1][0] <= saving_space.mean_state(mesh):
+        if len(smallest) == _SMALLEST and smallest[-1][0] <= saving_space.mean_state(mesh):
             break
         more = ((size, c) for _, size, c in saving_space.of_mesh(mesh))
-        found = nsmallest(_SMALLEST, [*found, *more], key=itemgetter(0))
-    return [configuration for _, configuration in found]
+        smallest = nsmallest(_SMALLEST, [*smallest, *more], key=itemgetter(0))
+    return [configuration for _, configuration in smallest]
 
 
 def _changes(space: PlanSpace) -> Iterator[str]:
     """Yields changes that would fit, the cheapest first: more choices, more memory, more nodes, fewer tokens."""
     options, source = space.options, space.source
-    for choice in (each.name for each in fields(Configuration)):
+    for choice in (option.name for option in fields(Configuration)):
         anything: dict[str, Any] = {choice: None}
-        if getattr(options, choice) is not None and (found := _fitting(replace(options, **anything), space)):
-            yield f"allow {choice}={getattr(found, choice)}"
+        if getattr(options, choice) is not None and (best := _fitting(replace(options, **anything), space)):
+            yield f"allow {choice}={getattr(best, choice)}"
     if space.memory < source.memory and _fitting(replace(options, memory_limit=source.memory), space):
         yield f"allow all {bytes_text(source.memory)} of a device's memory"
     for more in source.larger(_MOST_NODES):
-        found = _fitting(options, PlanSpace(more, space.seq_len, space.global_batch, options))
-        if found is not None:
-            yield f"{plural(more.num_devices, 'device')} instead of {source.num_devices} ({configuration_text(found)})"
+        best = _fitting(options, PlanSpace(more, space.seq_len, space.global_batch, options))
+        if best is not None:
+            yield f"{plural(more.num_devices, 'device')} instead of {source.num_devices} ({configuration_text(best)})"
     length = space.seq_len // 2
     while length >= 256:
         if _fitting(options, PlanSpace(source, length, space.global_batch, options)):
@@ -396,9 +396,9 @@ _MOST_JOINT_UNITS = 4096  # slices of a rank's microbatches, in one order
 
 def is_wanted(options: PlanOptions) -> bool:
     """Returns whether the options leave order, cut and slices to a joint search."""
-    given = (options.stages_per_rank, options.num_slices)
+    choices = (options.stages_per_rank, options.num_slices)
     free = options.allows("schedule", AUTO) and options.allows("slicing", AUTO)
-    return free and all(values is None for values in given)
+    return free and all(values is None for values in choices)
 
 
 def promising(configurations: Iterable[Configuration]) -> list[Configuration]:
@@ -413,12 +413,12 @@ def promising(configurations: Iterable[Configuration]) -> list[Configuration]:
 def joint_candidates(
     space: PlanSpace, start: Configuration, best: float, report: ProgressReport
 ) -> Iterator[Configuration]:
-    """Yields what is found on the mesh of `start`, with less and less memory, and adds it to the space.
+    """Yields the plans on the mesh of `start`, with less and less memory, and adds them to the space.
 
     Nothing is sought that takes `best` seconds or more. These are tried in turn:
 
-    1. What is best without a limit of memory, as it is and with `start`'s offloading.
-    2. What is best within the device's memory, by the full account of it; with `start`'s offloading only where nothing
+    1. The best without a limit of memory, as it is and with `start`'s offloading.
+    2. The best within the device's memory, by the full account of it; with `start`'s offloading only where nothing
        else is known to fit.
     3. The first again, with all of `start`'s ways to save memory.
 
@@ -429,7 +429,7 @@ def joint_candidates(
     added = partial(_added, space, start, problem)
     free = _find(space, start, problem, report)
     kinds = (free, free.other_head) if free else ()
-    plans = sorted((plan for each in kinds if each for plan in (each, *each.rejected)), key=lambda plan: plan.seconds)
+    plans = sorted((plan for kind in kinds if kind for plan in (kind, *kind.rejected)), key=lambda plan: plan.seconds)
     for offload, plan in product(dict.fromkeys((0.0, start.offload)), plans):
         if allows("recompute", "none") and allows("offload", offload):
             yield added(_split(plan) if _saves(start) else plan, "none", offload)
@@ -441,17 +441,17 @@ def joint_candidates(
         if limited and allows("recompute", limited.recompute):
             yield added(limited, limited.recompute, start.offload)
     if start.recompute != "none":
-        own = plans if start.recompute in BY_LAYER else map(_split, plans)
-        yield from (added(plan, start.recompute, start.offload) for plan in own)
+        split_plans = plans if start.recompute in BY_LAYER else map(_split, plans)
+        yield from (added(plan, start.recompute, start.offload) for plan in split_plans)
 
 
 def _saves(start: Configuration) -> bool:
-    """Returns whether a configuration keeps activations elsewhere, or computes them again."""
+    # On the host, or by recomputation.
     return start.offload > 0 or start.recompute != "none"
 
 
 def _problem(space: PlanSpace, start: Configuration, best: float) -> JointProblem:
-    """Returns what is asked for the mesh of a configuration, without a limit of memory: what takes less than `best`."""
+    """Returns the problem for the mesh of a configuration, without a limit of memory: a step shorter than `best`."""
     num_microbatches, costs = space.shape(start).num_microbatches, space.costs(start.degrees, start.microbatch_size)
     return JointProblem(
         costs=units_of(
@@ -470,7 +470,7 @@ def _problem(space: PlanSpace, start: Configuration, best: float) -> JointProble
         most_slices=max(1, min(_MOST_SLICES, _MOST_JOINT_UNITS // num_microbatches)),
         # a slice is whole on the device while it runs, so where memory is scarce none is longer than those that fit
         longest_slice=max(space.slices(start)) if _saves(start) else space.longest,
-        split=not _saves(start),  # what weight gradients need stays on the device until they are made
+        split=not _saves(start),  # the factors of weight gradients stay on the device until then
         effort=_EFFORT,
         most_seconds=best - float(space.tails(start).sum(axis=0).min()),
         tied=isinstance(costs, AnalyticCosts) and costs.model.tied,
@@ -515,7 +515,7 @@ def _most_bytes(
 
 def _split(plan: JointPlan) -> JointPlan:
     """Returns the plan, and those it was chosen from, with backwards split as in named schedules."""
-    rejected = tuple(_split(each) for each in plan.rejected)
+    rejected = tuple(_split(rejected) for rejected in plan.rejected)
     return replace(plan, schedule=split_backwards(plan.schedule), rejected=rejected)
 
 
@@ -523,7 +523,7 @@ def _granularity(space: PlanSpace) -> int:
     """Returns the fewest tokens of which slices may be multiples, so that the last one isn't too short either."""
     shortest, length = space.choices.shortest, space.seq_len
     least = max(shortest, space.choices.granularity)
-    return next(each for each in range(least, length + 1) if length % each == 0 or length % each >= shortest)
+    return next(step for step in range(least, length + 1) if length % step == 0 or length % step >= shortest)
 
 
 def _added(

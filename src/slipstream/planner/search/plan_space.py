@@ -48,7 +48,7 @@ from slipstream.planner.slicing.equal_stage_slicing import between_cuts
 from slipstream.schedule import BACKWARDS, SCHEDULES, VOCABULARY, Op, ScheduleKind, make_schedule
 from slipstream.simulator.action_graph import ActionArrays
 
-USABLE = 0.95  # of a device's memory: fragments, libraries and what isn't counted take the rest
+USABLE = 0.95  # of a device's memory: fragments, libraries and all that isn't counted take the rest
 _STAGES_PER_RANK = (1, 2, 3, 4, 5, 6, 8, 10, 12)
 _COMPUTE, _EXCHANGED = (Op.F, Op.B, Op.I, Op.W), (Op.F, Op.I)
 _MOST_LAYERS = 16  # of a model whose ranks, not only its stages, are balanced; with more that takes a second each
@@ -56,7 +56,7 @@ _MOST_LAYERS = 16  # of a model whose ranks, not only its stages, are balanced; 
 
 @dataclass(frozen=True)
 class FoundPlan:
-    """A cut, slices and an order that were found together, as what was asked."""
+    """A cut, slices and an order that were found together, as they were asked for."""
 
     cut: PlacedPartition
     plan: JointPlan
@@ -123,7 +123,7 @@ class PlanSpace:
         )
 
     def _degrees(self) -> Iterator[Degrees]:
-        """Yields the numbers of ranks that can share layers, slices and experts, with what they exchange."""
+        """Yields the numbers of ranks that can share layers, slices and experts, with their exchange."""
         source, options = self.source, self.options
         most = source.num_devices if options.tensor_parallel else source.devices_per_domain
         shared = sorted({*source.context_parallel_degrees, *(options.context_parallel or ())})  # any may gather keys
@@ -131,12 +131,12 @@ class PlanSpace:
         for degrees in starmap(Degrees, product(*all_of)):
             has_tokens = degrees.context == 1 or self.seq_len // degrees.context >= self.choices.least_tokens
             allowed = all(
-                options.allows(f"{kind}_parallel", number)
-                for kind, number in zip(("tensor", "context", "expert"), degrees[:3], strict=True)
+                options.allows(f"{kind}_parallel", degree)
+                for kind, degree in zip(("tensor", "context", "expert"), degrees[:3], strict=True)
             )
             if allowed and has_tokens and degrees.tensor <= most:
                 kinds = source.exchanges(degrees.tensor, degrees.context, options.context_exchange)
-                yield from (degrees._replace(exchange=each) for each in kinds)
+                yield from (degrees._replace(exchange=kind) for kind in kinds)
 
     def _microbatch_sizes(self, sequences: int) -> list[int]:
         known = self.source.microbatch_sizes
@@ -150,17 +150,17 @@ class PlanSpace:
             if pipeline * stages > num_layers or (pipeline == 1 and stages > 1):
                 continue
             named = tuple(name for name in self.options.schedule or () if name != AUTO)
-            found = [
+            shapes = [
                 name
                 for name in named or (SCHEDULES if pipeline > 1 else ("1f1b",))
                 if _allows(SCHEDULES[name], stages) and (named or not _is_dominated(SCHEDULES[name], num_microbatches))
             ]
-            if found:
-                yield stages, found
+            if shapes:
+                yield stages, shapes
 
     def shape(self, configuration: Configuration) -> ScheduleShape:
-        c, number = configuration, self.num_microbatches(configuration)
-        counts = c.pipeline_parallel, number, c.num_slices, c.stages_per_rank
+        c, num_microbatches = configuration, self.num_microbatches(configuration)
+        counts = c.pipeline_parallel, num_microbatches, c.num_slices, c.stages_per_rank
         return ScheduleShape(c.schedule, *counts, self.cut(c).num_frozen, splits=c.recompute not in BY_LAYER)
 
     def num_microbatches(self, configuration: Configuration) -> int:
@@ -202,7 +202,7 @@ class PlanSpace:
         return self.choices.exact(c.degrees, c.microbatch_size, stage, c.pipeline_parallel, num_passes)
 
     def actions(self, configuration: Configuration) -> ActionArrays:
-        """Returns what runs, with R, OFFLOAD and RELOAD; a named schedule's backwards are split as in a Pipeline."""
+        """Returns the actions, with R, OFFLOAD and RELOAD; a named schedule's backwards are split as in a Pipeline."""
         c, replays = configuration, configuration.recompute in REPLAYED
         if c.schedule == AUTO:
             return with_savings(self.found[c].plan.schedule, replays, c.offload)
@@ -213,7 +213,7 @@ class PlanSpace:
         return max(dict.fromkeys(map(self.alike, cut.stages)), key=partial(sequence_seconds, cut.costs, length))
 
     def _whole_seconds(self, degrees: Degrees, size: int, layers: Stage) -> float:
-        """Returns the time of a whole sequence, forward and backward, or of the longest slice whose time is known."""
+        # Of the longest slice whose time is known, where a whole sequence is longer.
         return sequence_seconds(self.costs(degrees, size), min(self.seq_len, self.longest), layers)
 
     def times(self, configuration: Configuration) -> StageTimes:
@@ -231,8 +231,8 @@ class PlanSpace:
         messages = messages_of_stages(len(cut.stages))[:, None] * handling[0]
         trains = cut.trains[:, None]
         of_op = {
-            op: each * (trains if op in BACKWARDS else 1) + (op in WITH_MESSAGES) * messages
-            for op, each in zip(_COMPUTE, compute, strict=True)
+            op: seconds * (trains if op in BACKWARDS else 1) + (op in WITH_MESSAGES) * messages
+            for op, seconds in zip(_COMPUTE, compute, strict=True)
         }
         return StageTimes(
             compute=of_op,
@@ -242,29 +242,29 @@ class PlanSpace:
         )
 
     def _part_times(self, degrees: Degrees, size: int, slicings: tuple[Slicing, ...]) -> Floats:
-        """Returns the times of what a stage has besides its parts, and of a part of each kind, (1 + kinds, time,
-        slice), of the slices of one slicing after the other: F, B, I, W, the exchanges in F and in I, each
-        recomputation, and the handling of a message."""
+        """Returns the times of the fixed part of a stage, and of a part of each kind, (1 + kinds, time, slice), of the
+        slices of one slicing after the other: F, B, I, W, the exchanges in F and in I, each recomputation, and the
+        handling of a message."""
         costs, parts = self.costs(degrees, size), self.source.parts
         length = np.concatenate(slicings)
         context = np.concatenate([np.cumsum(slices) - slices for slices in slicings])
 
         def times(stage: StageParts) -> Floats:
             rows = [costs.seconds(stage, op, length, context) for op in _COMPUTE]
-            rows += [each for op in _EXCHANGED for each in costs.exchange_seconds(stage, op, length)]
+            rows += [exchange for op in _EXCHANGED for exchange in costs.exchange_seconds(stage, op, length)]
             kinds = self.source.recomputations
             rows += [0.0 if k == "none" else costs.replay_seconds(stage, k, length, context) for k in kinds]
             return np.stack([np.broadcast_to(np.asarray(row, float), length.shape) for row in (*rows, 0.0)])
 
         besides = times(StageParts(len(parts), len(parts)))
-        found = [besides]
+        table = [besides]
         for part in map(parts.index, range(max(parts) + 1)):
-            own = times(StageParts(part, part + 1)) - besides
+            part_times = times(StageParts(part, part + 1)) - besides
             if not costs.has_backward(StageParts(part, part + 1)):
-                own[[_COMPUTE.index(op) for op in _COMPUTE if op in BACKWARDS]] = 0.0
-            found.append(own)
+                part_times[[_COMPUTE.index(op) for op in _COMPUTE if op in BACKWARDS]] = 0.0
+            table.append(part_times)
         besides[-1] = costs.handling_seconds(length)
-        return np.stack(found)
+        return np.stack(table)
 
     def _part_columns(self, degrees: Degrees, size: int, slicings: tuple[Slicing, ...]) -> Floats:
         return _columns(self._part_times(degrees, size, slicings), slicings)
@@ -410,7 +410,7 @@ class PlanSpace:
         degrees, pipeline, data, size = mesh
         has_more = self.global_batch > data * size
         shards = {(shard, mesh.num_copies if shard != "none" else 1) for _, _, shard in self._savings(mesh).every}
-        return min((self._state(degrees, size, *each, has_more) for each in shards), default=inf) / pipeline
+        return min((self._state(degrees, size, *shard, has_more) for shard in shards), default=inf) / pipeline
 
     def _state_bytes(self, degrees: Degrees, size: int, shard: str, number: int, has_more: bool) -> float:
         """Returns the weights, gradients and optimizer state of one rank with all layers; without gradients where they
@@ -429,7 +429,7 @@ class PlanSpace:
         recomputations = [w for w in self.source.recomputations if self.options.allows("recompute", w)]
         offloads = self.options.offload or ((0.0, 1.0) if self.source.host else (0.0,))
         shards = ["optimizer", "none"] if mesh.num_copies > 1 else ["none"]
-        shards = [each for each in shards if self.options.allows("shard", each)]
+        shards = [shard for shard in shards if self.options.allows("shard", shard)]
         if "parameters" in (self.options.shard or ()) and mesh.num_copies > 1 and mesh.tensor_parallel == 1:
             shards.append("parameters")
         return Savings(tuple(recomputations), offloads, tuple(shards))
@@ -438,7 +438,7 @@ class PlanSpace:
 def _columns(row: Floats, slicings: tuple[Slicing, ...]) -> Floats:
     """Returns the times of each slicing's first slice, of all others, and of its last, (..., slicing, 3).
 
-    Of the last two slicings, a whole sequence and a short slice, comes what any slices take at least.
+    Of the last two slicings, a whole sequence and a short slice, comes the least time of any slices.
     """
     stops = np.cumsum([len(slices) for slices in slicings])
     starts = np.append(0, stops[:-1])
@@ -459,7 +459,7 @@ def _is_dominated(kind: ScheduleKind, num_microbatches: int) -> bool:
 def _check_known(source: CostSource, options: PlanOptions) -> None:
     """Refuses choices that the model doesn't allow, or whose times the source doesn't know."""
     for choice, reason in source.refusals.items():
-        harmless = 1, "none", "optimizer", "whole"  # a degree, what may be sharded, and a head
+        harmless = 1, "none", "optimizer", "whole"  # a degree, a kind of sharding, and a head
         refused = [value for value in getattr(options, choice) or () if value not in harmless]
         if refused:
             raise SlipstreamError(f"{choice}={max(refused)} can't be planned for {source.name}. {reason}")
@@ -502,7 +502,7 @@ class SliceChoices:
         source: the model on its hardware.
         seq_len: tokens per sequence.
         options: the choices that are allowed.
-        costs: what stages cost by degrees and sequences of a microbatch.
+        costs: of stages by degrees and sequences of a microbatch.
     """
 
     def __init__(
@@ -518,10 +518,10 @@ class SliceChoices:
         """Returns the numbers of slices that take equal time, each of whose `context` parts is long enough."""
         most = self.seq_len // (context * self.least_tokens)
         counts = self.options.num_slices or (_COUNTS if pipeline > 1 else _COUNTS_OF_ONE)
-        found = [n for n in counts if n <= most and self.seq_len / n <= self.longest]
-        if not found and self.options.num_slices is None:
+        possible = [n for n in counts if n <= most and self.seq_len / n <= self.longest]
+        if not possible and self.options.num_slices is None:
             return [-(-self.seq_len // self.longest)]
-        return found
+        return possible
 
     @property
     def least_tokens(self) -> int:
@@ -531,10 +531,10 @@ class SliceChoices:
     def _compute_equal_time(self, degrees: Degrees, size: int, count: int) -> tuple[int, ...]:
         """Returns slice lengths that take equal time, in multiples that suit matrix products."""
         granularity = max(1, min(_MULTIPLE, self.seq_len // (4 * count)))
-        found = equal_time_slices(self.seq_len, count, self._attention_share(degrees, size), granularity)
-        if min(found) < self.shortest or max(found) > self.longest:
-            found = equal_time_slices(self.seq_len, count, 0.0)
-        return found
+        slices = equal_time_slices(self.seq_len, count, self._attention_share(degrees, size), granularity)
+        if min(slices) < self.shortest or max(slices) > self.longest:
+            slices = equal_time_slices(self.seq_len, count, 0.0)
+        return slices
 
     def _compute_attention_share(self, degrees: Degrees, size: int) -> float:
         """Returns A of t(x T) = t(T) ((1-A) x + A x²), from a layer's times of T and T/2 tokens."""
@@ -564,24 +564,24 @@ class SliceChoices:
         forward, backward = (partial(self._slice_seconds, degrees, size, stage, op) for op in (Op.F, Op.B))
         between = self.granularity
         try:
-            found = slice_tokens(
+            slicing = slice_tokens(
                 forward, self.seq_len, num_ranks, between, least, backward=backward, num_microbatches=num_passes
             )
         except SlipstreamError:  # no slices that end at these places are as long as those whose times are known
             return None
-        return found.slices
+        return slicing.slices
 
     def _slice_seconds(self, degrees: Degrees, size: int, stage: Stage, op: Op, length: Ints, context: Ints) -> Floats:
         end = -(-(context + length) // self.granularity)
-        found: Floats = self._table(degrees, size, stage, op)[end, context // self.granularity]
-        return found
+        seconds: Floats = self._table(degrees, size, stage, op)[end, context // self.granularity]
+        return seconds
 
     def _compute_table(self, degrees: Degrees, size: int, stage: Stage, op: Op) -> Floats:
         """Returns the seconds of the slice between any two places to cut, [end, start]; infinite where not known."""
 
         def seconds(lengths: Ints, contexts: Ints) -> Floats:
-            found = self._costs(degrees, size).seconds(stage, op, np.minimum(lengths, self.longest), contexts)
-            return np.where(lengths > self.longest, np.inf, found)
+            predicted = self._costs(degrees, size).seconds(stage, op, np.minimum(lengths, self.longest), contexts)
+            return np.where(lengths > self.longest, np.inf, predicted)
 
         return between_cuts(self.seq_len, self.granularity, seconds, np.inf)
 

@@ -1,4 +1,4 @@
-"""One simulated configuration: its step, where the step's time goes, and what every rank's memory holds."""
+"""One simulated configuration: its step, where the step's time goes, and every rank's memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from slipstream.simulator.simulation import end_times
 
 @dataclass(frozen=True)
 class SimulatedConfiguration:
-    """A configuration with its partition, slices and schedule, and what its actions cost."""
+    """A configuration with its partition, slices and schedule, and its actions' costs."""
 
     space: PlanSpace
     configuration: Configuration
@@ -77,7 +77,7 @@ class SimulatedConfiguration:
 
     @cached_property
     def bytes(self) -> OrderBytes:
-        """What its actions take and leave."""
+        """The bytes that its actions take and leave."""
         return order_bytes(self.arrays, self.table)
 
     @cached_property
@@ -124,12 +124,12 @@ class SimulatedConfiguration:
         backward = (op == OPS.index(Op.B)) | (op == OPS.index(Op.I))
         recomputed += float(again[stage[backward], index[backward]].sum())
         exchanged = np.zeros(len(EXCHANGES))
-        for each, like in ((Op.F, Op.F), (Op.B, Op.I), (Op.I, Op.I)):
-            chosen = op == OPS.index(each)
+        for forward_op, like in ((Op.F, Op.F), (Op.B, Op.I), (Op.I, Op.I)):
+            chosen = op == OPS.index(forward_op)
             exchanged += self.times.exchanged[like][:, stage[chosen], index[chosen]].sum(axis=1)
         work = float(seconds.sum()) - recomputed
-        found = {"compute": work - float(exchanged.sum())} | dict(zip(EXCHANGES, exchanged.tolist(), strict=True))
-        return found | {"recomputation": recomputed, "waiting": end - work - recomputed}
+        causes = {"compute": work - float(exchanged.sum())} | dict(zip(EXCHANGES, exchanged.tolist(), strict=True))
+        return causes | {"recomputation": recomputed, "waiting": end - work - recomputed}
 
     def _with_host(self, step: float, causes: dict[str, float]) -> tuple[float, dict[str, float]]:
         """Returns the step, as long as the copies to the host at least, and its causes; copies back overlap."""
@@ -157,15 +157,15 @@ def may_fit(space: PlanSpace, configuration: Configuration) -> bool:
         gradients=state.gradients * sizes.trained,
         offloads=bool(c.offload),
     )
-    kept = sizes.weights + state.optimizer * sizes.optimized(c.optimizer_shards)
-    if (bound.peaks(shape) + cut.per_rank(kept)).max() > space.memory:
+    state_bytes = sizes.weights + state.optimizer * sizes.optimized(c.optimizer_shards)
+    if (bound.peaks(shape) + cut.per_rank(state_bytes)).max() > space.memory:
         return False
     host = space.source.host
     return c.offload < 1 or host is None or bound.away(shape) <= host.capacity
 
 
 def predict(candidate: SimulatedConfiguration) -> Prediction:
-    """Returns the configuration's step, its causes, and what all ranks hold at their peaks."""
+    """Returns the configuration's step, its causes, and all ranks' memory at their peaks."""
     space, c, schedule = candidate.space, candidate.configuration, candidate.schedule
     step, causes = candidate.step()
     ends, seconds = candidate.run
@@ -181,7 +181,7 @@ def predict(candidate: SimulatedConfiguration) -> Prediction:
         mfu=None if peak is None else peak / (step * c.num_devices),
         idle_fraction=max(0.0, float(1 - seconds.sum() / (schedule.num_ranks * ends.max()))),
         seconds_by_cause=causes,
-        memory=tuple(_by_kind(each) for each in candidate.bytes.memory()),
+        memory=tuple(_by_kind(rank_memory) for rank_memory in candidate.bytes.memory()),
         memory_limit=space.memory,
         joint=space.found[c].plan if c.schedule == AUTO else None,
     )

@@ -203,13 +203,13 @@ def slice_batch(
     check_counts(num_stages)
     tables = [time_table([time], length, granularity, min_slice) for time in _times(t, batch, max_sequences)]
     lower = min(table.least for table in tables)
-    found = minimize(lambda limits: _split_within(tables, batch, limits), lower, num_stages - 1)
-    if found.total == inf:
+    best = minimize(lambda limits: _split_within(tables, batch, limits), lower, num_stages - 1)
+    if best.total == inf:
         raise SlipstreamError(
             f"No way to cut a batch of {batch} sequences of {length} tokens has finite times only. Allow smaller "
             "slices or microbatches."
         )
-    return BatchSlicing(found.choice, found.total + (num_stages - 1) * found.maxima[0])
+    return BatchSlicing(best.choice, best.total + (num_stages - 1) * best.maxima[0])
 
 
 def slice_batch_with_flushes(
@@ -305,9 +305,9 @@ def minimize(solve: Callable[[Limits], Solution[Choice]], lower: Limits, weight:
         if middle >= solution.maxima[axis]:  # neighbouring numbers
             middle = lower[axis]
         below = tuple(middle if i == axis else limit for i, limit in enumerate(limits))
-        found = solve(below)
-        add(lower, below, found)
-        add(tuple(found.above[i] if i == axis else low for i, low in enumerate(lower)), limits, solution)
+        cell = solve(below)
+        add(lower, below, cell)
+        add(tuple(cell.above[i] if i == axis else low for i, low in enumerate(lower)), limits, solution)
     return best
 
 
@@ -375,9 +375,9 @@ def between_cuts(
     """
     bounds = cut_positions(length, granularity)
     ends, starts = np.tril_indices(len(bounds), -1)
-    found = seconds(bounds[ends] - bounds[starts], bounds[starts])
-    table = np.full((*found.shape[:-1], len(bounds), len(bounds)), otherwise)
-    table[..., ends, starts] = found
+    times = seconds(bounds[ends] - bounds[starts], bounds[starts])
+    table = np.full((*times.shape[:-1], len(bounds), len(bounds)), otherwise)
+    table[..., ends, starts] = times
     return table
 
 
@@ -493,18 +493,18 @@ def search_loops(times: Floats, floors: Floats, weight: Floats, limits: Floats) 
     for end in range(1, n + 1):
         first = 0  # all slices that start before it are over a limit
         for d in range(len(times)):
-            own = within[d]  # usually near the previous one; `floors` falls, so a step or two finds it
-            while own < end and floors[d, end, own] > limits[d]:
-                own += 1
-            while own > 0 and floors[d, end, own - 1] <= limits[d]:
-                own -= 1
-            within[d] = own
-            if own > 0:
-                above[d] = min(above[d], floors[d, end, own - 1])
-            for start in range(own, end):
+            limit_start = within[d]  # usually near the previous one; `floors` falls, so a step or two finds it
+            while limit_start < end and floors[d, end, limit_start] > limits[d]:
+                limit_start += 1
+            while limit_start > 0 and floors[d, end, limit_start - 1] <= limits[d]:
+                limit_start -= 1
+            within[d] = limit_start
+            if limit_start > 0:
+                above[d] = min(above[d], floors[d, end, limit_start - 1])
+            for start in range(limit_start, end):
                 if times[d, end, start] > limits[d]:
                     above[d] = min(above[d], times[d, end, start])
-            first = max(first, own)
+            first = max(first, limit_start)
         for start in range(first, end):
             total = best[start] + weight[end, start]
             if total < best[end]:

@@ -1,4 +1,4 @@
-"""Slices for any schedule: what its actions cost on slices, and local search by the simulator from equal-time cuts."""
+"""Slices for any schedule: its actions' costs on slices, and local search by the simulator from equal-time cuts."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def slice_for_schedule(
 
 @dataclass
 class _SliceSearch:
-    """A local search that remembers what it has simulated."""
+    """A local search that remembers its simulations."""
 
     candidate: ScheduleForSlices
     length: int

@@ -1,4 +1,4 @@
-"""A step's sequences in microbatches, packed and cut into slices of equal time, and what these cost."""
+"""A step's sequences in microbatches, packed and cut into slices of equal time, and their costs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Groups = tuple[tuple[int, ...], ...]  # the numbers of the sequences in each mic
 
 
 def filled(work: Sequence[float], size: float, lengths: Sequence[int], most_tokens: float) -> list[list[int]]:
-    """Returns groups of at most so much work and so many tokens, as few as best fit finds; what is larger is alone.
+    """Returns groups of at most so much work and so many tokens, as few as best fit finds; a larger sequence is alone.
 
     Args:
         work: of each sequence.
@@ -30,8 +30,8 @@ def filled(work: Sequence[float], size: float, lengths: Sequence[int], most_toke
     """
     groups: list[list[int]] = []
     left: list[tuple[float, float]] = []  # work and tokens
-    for number in _largest_first(work):
-        least = work[number], lengths[number]
+    for sequence in _largest_first(work):
+        least = work[sequence], lengths[sequence]
         fitting = [index for index, (room, tokens) in enumerate(left) if room >= least[0] and tokens >= least[1]]
         if fitting:
             best = min(fitting, key=left.__getitem__)
@@ -39,7 +39,7 @@ def filled(work: Sequence[float], size: float, lengths: Sequence[int], most_toke
             best = len(groups)
             groups.append([])
             left.append((size, most_tokens))
-        groups[best].append(number)
+        groups[best].append(sequence)
         left[best] = left[best][0] - least[0], left[best][1] - least[1]
     return groups
 
@@ -54,10 +54,10 @@ def balanced(work: Sequence[float], number: int) -> list[list[int]]:
     least = [(0.0, 0, index) for index in range(number)]
     heapify(least)
     groups: list[list[int]] = [[] for _ in range(number)]
-    for each in _largest_first(work):
+    for sequence in _largest_first(work):
         total, size, index = least[0]
-        groups[index].append(each)
-        heapreplace(least, (total + work[each], size + 1, index))
+        groups[index].append(sequence)
+        heapreplace(least, (total + work[sequence], size + 1, index))
     return groups
 
 
@@ -67,12 +67,12 @@ def sequences_of(groups: Sequence[Sequence[int]], work: Sequence[float]) -> list
     A small first group reaches the last rank soon, and a small last one leaves the first rank little to wait for.
     """
     listed = (tuple(sorted(group)) for group in groups)
-    falling = sorted(listed, key=lambda group: (-sum(work[number] for number in group), group))
+    falling = sorted(listed, key=lambda group: (-sum(work[sequence] for sequence in group), group))
     return [tuple(falling), tuple(falling[::-1]), (*falling[1::2][::-1], *falling[::2])]
 
 
 def _largest_first(work: Sequence[float]) -> list[int]:
-    return sorted(range(len(work)), key=lambda number: (-work[number], number))
+    return sorted(range(len(work)), key=lambda sequence: (-work[sequence], sequence))
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +82,7 @@ class PackedRows:
     Args:
         groups: the sequences of each microbatch.
         lengths: tokens of each sequence.
-        rates: what the stages cost.
+        rates: of the stages.
         granularity: rows are cut at multiples of this many tokens.
     """
 
@@ -94,7 +94,7 @@ class PackedRows:
     @cached_property
     def _documents(self) -> tuple[Ints, Floats]:
         """The place of each document, and the scores of all before it, with the sums of all as the last entries."""
-        lengths = np.array([self.lengths[number] for group in self.groups for number in group], np.int64)
+        lengths = np.array([self.lengths[sequence] for group in self.groups for sequence in group], np.int64)
         scores = np.cumsum(self.rates.scores(lengths), axis=0)
         return np.cumsum([0, *lengths]), np.concatenate([np.zeros((1, scores.shape[1])), scores])
 
@@ -121,7 +121,7 @@ class PackedRows:
 
     @cached_property
     def work(self) -> Floats:
-        """The seconds of each row's forwards and backwards on all stages, without what its slices cost besides."""
+        """The seconds of each row's forwards and backwards on all stages, without its slices' fixed parts."""
         _, firsts, work = self._grid
         return np.diff(work[firsts])
 
@@ -134,13 +134,13 @@ class PackedRows:
         places, firsts, work = self._grid
         counts = np.clip(counts, 1, np.diff(firsts))
         row = np.repeat(np.arange(len(counts)), counts)
-        number = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
-        wanted = work[firsts[row]] + number / counts[row] * self.work[row]
+        index = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
+        wanted = work[firsts[row]] + index / counts[row] * self.work[row]
         nearest = np.clip(np.searchsorted(work, wanted), 1, len(work) - 1)
         nearest -= wanted - work[nearest - 1] < work[nearest] - wanted
         # At least one step of the grid for each slice before and after a cut.
-        latest = np.minimum(nearest, firsts[row + 1] - counts[row] + number)
-        strict = np.maximum.accumulate(np.maximum(latest, firsts[row] + number) - np.arange(len(row)))
+        latest = np.minimum(nearest, firsts[row + 1] - counts[row] + index)
+        strict = np.maximum.accumulate(np.maximum(latest, firsts[row] + index) - np.arange(len(row)))
         return np.append(places[strict + np.arange(len(row))], self.ends[-1])
 
 
@@ -160,7 +160,7 @@ class SlicedStep:
     def of(cls, problem: StepProblem, groups: Groups, slices: Sequence[Sequence[int]]) -> SlicedStep:
         """Returns the step of these groups of sequences in these slices."""
         rows = PackedRows(groups, problem.lengths, problem.rates, problem.granularity)
-        return cls(rows, np.cumsum([0, *(tokens for each in slices for tokens in each)]))
+        return cls(rows, np.cumsum([0, *(tokens for lengths in slices for tokens in lengths)]))
 
     @cached_property
     def tokens(self) -> Ints:
@@ -209,7 +209,7 @@ class SlicedStep:
         """Returns the simulator's costs."""
         return MicrobatchCost(
             [
-                self.rows.rates.table(self.tokens[mine], {op: each[:, mine] for op, each in self.seconds.items()})
+                self.rows.rates.table(self.tokens[mine], {op: part[:, mine] for op, part in self.seconds.items()})
                 for mine in self._microbatches
             ]
         )

@@ -1,4 +1,4 @@
-"""What the stages of a pipeline cost on slices that may hold pieces of several documents."""
+"""The rates of a pipeline's stages on slices that may hold pieces of several documents."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class StageRates:
         t = a0 + a1 * (the sum of i) + a2 * (the sum of i j + i (i + 1) / 2)
 
     TeraPipe's t(i, j) (section 3.3, equation 9) has these terms for a single piece, and more. Pieces add up, because
-    only the scores within a document are computed (`slipstream.attention.KeyRanges`); a0, what is launched and sent
-    whatever the slice's length, counts once. Windows of attention have an a2 each, for the scores under their masks.
+    only the scores within a document are computed (`slipstream.attention.KeyRanges`); a0, the launches and messages of
+    any slice, counts once. Windows of attention have an a2 each, for the scores under their masks.
 
     Args:
         seconds: of F, B, I and W: (stages, 2 + windows), the rates a0, a1, a2.
-        activation_bytes: what F keeps for its backward, keys and values included: (stages, 2), of a slice and a token.
+        activation_bytes: kept by F for its backward, keys and values included: (stages, 2), of a slice and a token.
         message_bytes: of each token's hidden state.
         latency: seconds of a message, however short.
         bandwidth: bytes per second. None: messages take their latency only.
@@ -82,15 +82,15 @@ class StageRates:
             numbers = {name: values[name] for name in ("message_bytes", "latency", "bandwidth")}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise SlipstreamError(f"the rates of stages can't be read ({error!r}): plan anew.") from None
-        shapes = {"activation_bytes": held.shape} | {f"seconds.{op.value}": each.shape for op, each in seconds.items()}
+        shapes = {"activation_bytes": held.shape} | {f"seconds.{op.value}": s.shape for op, s in seconds.items()}
         wanted = {name: (len(held), 2 + (name != "activation_bytes") * len(windows)) for name in shapes}
         if shapes != wanted or seconds.keys() != set(OPS):
             raise SlipstreamError(f"the rates of stages have the shapes {shapes}, not {wanted}, of {OPS}: plan anew.")
         return cls(seconds, held, **numbers, windows=windows)
 
     def work(self, tokens: Ints, scores: Floats) -> Floats:
-        """Returns the seconds of F and B on all stages of so many tokens and scores, (n,) and (n, windows), without
-        what a slice costs besides.
+        """Returns the seconds of F and B on all stages of so many tokens and scores, (n,) and (n, windows), without a
+        slice's fixed part.
 
         Where no time grows with the tokens, as in models so small that only a slice's fixed part was seen, each token
         takes a little of that, so that equal parts are those of equal length.
@@ -114,11 +114,11 @@ class StageRates:
     def table(self, tokens: Ints, seconds: Mapping[Op, Floats]) -> TableCost:
         """Returns the simulator's costs of a microbatch in slices of so many tokens and `action_seconds`."""
         return TableCost(
-            times={(g, i, op): float(each) for op in OPS for (g, i), each in np.ndenumerate(seconds[op])},
-            message_bytes=[float(self.message_bytes * each) for each in tokens],
+            times={(g, i, op): float(value) for op in OPS for (g, i), value in np.ndenumerate(seconds[op])},
+            message_bytes=[float(self.message_bytes * count) for count in tokens],
             latency=self.latency,
             bandwidth=self.bandwidth,
-            activations={key: float(each) for key, each in np.ndenumerate(self.held_bytes(tokens))},
+            activations={key: float(value) for key, value in np.ndenumerate(self.held_bytes(tokens))},
         )
 
     def held_bytes(self, tokens: Ints) -> Floats:
@@ -150,17 +150,17 @@ def fit_rates(
     windows: Sequence[AttentionWindow] = (AttentionWindow(),),
     recompute: str = "none",
 ) -> StageRates:
-    """Returns the rates with the least squared relative error to the units' times; none is below 0. Stages of which
-    nothing is trained have no backward.
+    """Returns the rates with the least squared relative error to the units' times; none is below 0. Stages whose
+    parameters are all frozen have no backward.
 
     Args:
-        units: what each unit of the model costs, for microbatches of one row.
+        units: the costs of each unit of the model, for microbatches of one row.
         partition: layers of each stage, in halves where layers can be cut.
         longest_slice: the longest slice whose time is known.
         longest_sequence: where contexts end.
         shortest_slice: the shortest slice whose time is known.
         windows: of attention.
-        recompute: what is computed again before backwards or within them.
+        recompute: the recomputation before backwards or within them.
     """
     shortest = min(shortest_slice, longest_slice)
     lengths = np.unique(np.geomspace(shortest, longest_slice, _POINTS).round().astype(np.int64))
@@ -183,5 +183,4 @@ def fit_rates(
 
 
 def _fitted(features: Floats, stages: Floats) -> Floats:
-    """Returns the coefficients of each stage's values at all points, (stages, points)."""
-    return np.array([fit_relative(features, each, each.max() * 1e-6) for each in stages])
+    return np.array([fit_relative(features, values, values.max() * 1e-6) for values in stages])

@@ -1,4 +1,4 @@
-"""What the plan of a step is for, and the plan: which sequences form which microbatch, their slices, and the order."""
+"""The problem of planning a step, and the plan: which sequences form which microbatch, their slices, and the order."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class StepProblem:
     Args:
         lengths: tokens of each sequence.
         placement: the rank of each stage.
-        rates: what the stages cost.
+        rates: of the stages.
         room: bytes that each rank has for activations. None: any number.
         schedule: the name of the order. None: it is searched for.
         num_microbatches: of the step. None: it is searched for.
@@ -105,8 +105,8 @@ class StepProblem:
     @cached_property
     def most_tokens(self) -> float:
         """The tokens of the longest microbatch that every rank can hold, in one slice; infinite without a limit."""
-        fixed, each = (np.bincount(self.ranks, part) for part in self.rates.activation_bytes.T)
-        return float(np.where(each > 0, (self.limits - fixed) / np.where(each > 0, each, 1), inf).min())
+        fixed, per_token = (np.bincount(self.ranks, part) for part in self.rates.activation_bytes.T)
+        return float(np.where(per_token > 0, (self.limits - fixed) / np.where(per_token > 0, per_token, 1), inf).min())
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class StepPlan:
     Args:
         groups: the numbers of the sequences in each microbatch, which are packed into one row in this order.
         slices: the tokens of each slice, of each microbatch.
-        schedule: what every rank runs in which order; its microbatches have as many slices.
+        schedule: every rank's order; its microbatches have as many slices.
         seconds: the simulated step; None where nobody has simulated it.
     """
 
@@ -137,11 +137,11 @@ class StepPlan:
             raise SlipstreamError(
                 f"the plan has {len(self.groups)} microbatches, but slices of {len(self.slices)}. Give each its slices."
             )
-        for number, (group, slices) in enumerate(zip(self.groups, self.slices, strict=True)):
+        for place, (group, slices) in enumerate(zip(self.groups, self.slices, strict=True)):
             tokens = sum(lengths[sequence] for sequence in group)
             if sum(slices) != tokens or min(slices, default=0) < 1:
                 raise SlipstreamError(
-                    f"the plan cuts microbatch {number} into slices of [{numbers_text(slices)}] tokens, {sum(slices)} "
+                    f"the plan cuts microbatch {place} into slices of [{numbers_text(slices)}] tokens, {sum(slices)} "
                     f"in all, but its sequences [{numbers_text(group)}] have {tokens}: it was made for other lengths. "
                     "Make a plan for these."
                 )
@@ -154,13 +154,13 @@ class StepPlan:
 
     def _check_groups(self, num_sequences: int) -> None:
         """Raises SlipstreamError where not every sequence is in one microbatch."""
-        found = Counter(sequence for group in self.groups for sequence in group)
-        unknown = sorted(found.keys() - range(num_sequences))
-        wrong = [number for number in range(num_sequences) if found[number] != 1]
+        occurrences = Counter(sequence for group in self.groups for sequence in group)
+        unknown = sorted(occurrences.keys() - range(num_sequences))
+        wrong = [sequence for sequence in range(num_sequences) if occurrences[sequence] != 1]
         if unknown:
             problem = f"there is no sequence {unknown[0]}"
         elif wrong:
-            problem = f"sequence {wrong[0]} is in {found[wrong[0]]} of them, not in one"
+            problem = f"sequence {wrong[0]} is in {occurrences[wrong[0]]} of them, not in one"
         elif not all(self.groups):
             problem = "one is empty"
         else:

@@ -41,12 +41,12 @@ def _groupings(problem: StepProblem) -> Iterator[tuple[Groups, float]]:
     for times in _SLICES if problem.room is None else (*_SLICES, inf):
         slice_work = times * problem.best_slice
         for groups in _groups(problem, work, slice_work):
-            yield from ((each, slice_work) for each in sequences_of(groups, work))
+            yield from ((packed, slice_work) for packed in sequences_of(groups, work))
 
 
 def _groups(problem: StepProblem, work: list[float], slice_work: float) -> Iterator[list[list[int]]]:
     if not problem.packs:
-        yield [[number] for number in range(len(work))]
+        yield [[sequence] for sequence in range(len(work))]
     elif problem.num_microbatches is not None:
         yield balanced(work, problem.num_microbatches)
     else:
@@ -62,7 +62,7 @@ def _slice_counts(problem: StepProblem, work: Floats, slice_work: float) -> Ints
 
 
 def fits(problem: StepProblem, step: SlicedStep) -> bool:
-    """Returns whether every rank can hold all slices of each microbatch: what any order needs."""
+    """Returns whether every rank can hold all slices of each microbatch, as any order needs."""
     if problem.room is None:
         return True
     held = np.zeros((problem.num_ranks, len(step.counts)))
@@ -73,10 +73,10 @@ def fits(problem: StepProblem, step: SlicedStep) -> bool:
 def lower_bound(problem: StepProblem, step: SlicedStep) -> float:
     """Returns seconds that no order of these slices beats."""
     frozen = problem.rates.num_frozen
-    found = rank_bounds(
+    bounds = rank_bounds(
         step.seconds, problem.ranks, step.firsts, step.links[0], num_frozen=frozen, split=problem.may_split
     )
-    return float(found.max())
+    return float(bounds.max())
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,16 +189,16 @@ class _StepSearch:
         problem, steps = self.problem, [*candidates(self.problem)]
         bounds = [lower_bound(problem, step) for step in steps]
         rules = [rule for rule in _FIRST if problem.split or rule.splitting == "none"]
-        for number in np.argsort(bounds, kind="stable").tolist():
-            if self.best and (bounds[number] >= self.best[0].seconds or self.effort < problem.effort / 3):
+        for place in np.argsort(bounds, kind="stable").tolist():
+            if self.best and (bounds[place] >= self.best[0].seconds or self.effort < problem.effort / 3):
                 break
-            self._try(StepOrders(problem, steps[number]), rules)
+            self._try(StepOrders(problem, steps[place]), rules)
         if self.best is None:
             raise _nothing_fits(self.problem)
         if self.problem.schedule is None:
             self._try(self.best[1], self._all_rules())
-        found, orders = self.best
-        return orders.plan(found)
+        order, orders = self.best
+        return orders.plan(order)
 
     def _try(self, orders: StepOrders, rules: list[PriorityRule]) -> None:
         if self.problem.schedule is not None:
@@ -217,22 +217,22 @@ class _StepSearch:
 
     def _all_rules(self) -> list[PriorityRule]:
         names = ("sent", "none", "all") if self.problem.split else ("none",)
-        every = (PriorityRule(*each) for each in product(names, _LAGS, _HURRIES, _PATIENCES))
+        every = (PriorityRule(*settings) for settings in product(names, _LAGS, _HURRIES, _PATIENCES))
         return [rule for rule in every if rule.splitting != "none" or rule.patience == 0]
 
 
 def _nothing_fits(problem: StepProblem) -> NothingFitsError:
     """Says which sequence is too long, or which microbatch too large, for the memory of some rank."""
-    number = int(np.argmax(problem.lengths))
-    length, most = problem.lengths[number], int(max(problem.most_tokens, 0))
+    longest = int(np.argmax(problem.lengths))
+    length, most = problem.lengths[longest], int(max(problem.most_tokens, 0))
     if length > most:
         return NothingFitsError(
-            f"inputs[{number}] has {length} tokens, but the memory limit leaves room for {most} in a "
+            f"inputs[{longest}] has {length} tokens, but the memory limit leaves room for {most} in a "
             "microbatch. Cut it, or give more memory or more ranks, or let memory.recompute keep less."
         )
     name = "" if problem.schedule is None else f" in the order of {problem.schedule!r}"
     return NothingFitsError(
-        f"nothing that was searched for {len(problem.lengths)} sequences of up to {length} tokens (sequence {number}) "
+        f"nothing that was searched for {len(problem.lengths)} sequences of up to {length} tokens (sequence {longest}) "
         f"fits the memory limit{name}. Leave the schedule, the microbatches and the slices to the plan, or give fewer "
         "or shorter sequences."
     )
@@ -245,7 +245,7 @@ _COUNTS = (1, 4, 16)  # slices of a sequence that is alone
 
 @dataclass(frozen=True)
 class StepMemory:
-    """What a step may hold, in bytes.
+    """The memory of a step, in bytes.
 
     Args:
         limit: of each rank.
@@ -262,12 +262,12 @@ def find_plan_within(problem: StepProblem, memory: StepMemory) -> StepPlan:
     """Returns the plan of `find_step_plan` that the account says keeps to the limit.
 
     A plan that holds too much is planned again with as much less room, and a little less on every rank. Where that
-    leads nowhere, the sequences come one after the other, which holds least. Where the order or the number of
+    leads nowhere, the sequences come one after the other, with the least memory. Where the order or the number of
     microbatches is given, the plan that holds too much is returned, for the caller to refuse. The same problem gives
     the same plan.
 
     Raises:
-        SlipstreamError: where a sequence is too long even so: which, and what would do.
+        SlipstreamError: where a sequence is too long even so: which, and the remedy.
     """
     room: Floats = memory.limit - np.array(memory.state)
     for share in _EFFORTS:
@@ -304,31 +304,31 @@ def _least(problem: StepProblem, lengths: Sequence[int], memory: StepMemory) -> 
 def _alone(problem: StepProblem, lengths: Sequence[int], count: int) -> StepPlan:
     """Returns the plan of each sequence by itself in at most `count` slices."""
     slices = tuple(_even(length, count, problem.granularity) for length in lengths)
-    counts = [len(each) for each in slices]
+    counts = [len(slice_lengths) for slice_lengths in slices]
     order = StepActions(problem.placement, counts).whole
-    return StepPlan(tuple((number,) for number in range(len(lengths))), slices, order)
+    return StepPlan(tuple((sequence,) for sequence in range(len(lengths))), slices, order)
 
 
 def _even(length: int, count: int, granularity: int) -> tuple[int, ...]:
-    """Returns slices of a multiple of the granularity each, the last one of what is left."""
-    each = ceil(length / (count * granularity)) * granularity
-    return tuple(min(each, length - begin) for begin in range(0, length, each))
+    """Returns slices of a multiple of the granularity each, the last one of the rest."""
+    slice_length = ceil(length / (count * granularity)) * granularity
+    return tuple(min(slice_length, length - begin) for begin in range(0, length, slice_length))
 
 
 def _too_long(problem: StepProblem, memory: StepMemory) -> SlipstreamError:
-    """Says which sequence is too long, how long it may be, and what else would do."""
+    """Says which sequence is too long, how long it may be, and other remedies."""
 
     def most(length: int) -> float:
         return _least(problem, [length], memory)[1]
 
-    number = int(np.argmax(problem.lengths))
-    length = problem.lengths[number]
+    longest = int(np.argmax(problem.lengths))
+    length = problem.lengths[longest]
     lengths = range(1, length + 1)
     fitting = bisect_left(lengths, memory.limit, key=most) if most(1) <= memory.limit else 0
     what = f"one of {fitting} tokens would fit" if fitting else "not even one of 1 token would fit"
     needed = ceil(_least(problem, problem.lengths, memory)[1])
     return SlipstreamError(
-        f"inputs[{number}] has {length} tokens, too many for memory.limit={memory.limit:.6g}: {what}, and these "
+        f"inputs[{longest}] has {length} tokens, too many for memory.limit={memory.limit:.6g}: {what}, and these "
         f"sequences one after the other need {needed}. Cut it or leave it out, or give memory.limit={needed} or more, "
         "more ranks, or let memory.recompute keep less."
     )
