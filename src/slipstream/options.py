@@ -121,11 +121,11 @@ class Parallelism(Record):
     parallelism or tied weights."""
 
     def exchanging(self, kind: str) -> Self:
-        """Returns the same with what ranks that share slices exchange."""
+        """Returns the same with the exchange of ranks that share slices."""
         return self.model_copy(update={"context_exchange": kind})
 
     def shared_by(self, degrees: Degrees) -> Degrees:
-        """Returns degrees with what ranks that share slices exchange."""
+        """Returns degrees with the exchange of ranks that share slices."""
         return degrees._replace(exchange=self.context_exchange)
 
 
@@ -169,20 +169,20 @@ class Degrees(NamedTuple):
     @property
     def mesh(self) -> dict[str, int]:
         """As `make_mesh` takes them, with as few replicas as there may be."""
-        sizes = {each.axis: getattr(self, each.degree) for each in SHARED_WORK}
+        sizes = {axis.axis: getattr(self, axis.degree) for axis in SHARED_WORK}
         return {"dp": self.num_ranks // (self.tensor * self.context)} | sizes
 
     @property
     def choices(self) -> dict[str, Any]:
         """As a plan's options and its configurations take them."""
-        return {each.choice: getattr(self, each.degree) for each in SHARED_WORK} | {"context_exchange": self.exchange}
+        return {axis.choice: getattr(self, axis.degree) for axis in SHARED_WORK} | {"context_exchange": self.exchange}
 
     @property
     def settings(self) -> dict[str, Any]:
         """As a configuration's section `parallel` takes them, without those of one rank but for `tensor`."""
-        found = {name: size for name, size in self._asdict().items() if size != 1 or name == "tensor"}
-        exchange = {"context_exchange": found.pop("exchange")}
-        return found | (exchange if self.context > 1 else {})
+        sizes = {name: size for name, size in self._asdict().items() if size != 1 or name == "tensor"}
+        exchange = {"context_exchange": sizes.pop("exchange")}
+        return sizes | (exchange if self.context > 1 else {})
 
 
 UNSHARED = Degrees()

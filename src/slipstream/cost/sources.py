@@ -95,7 +95,7 @@ class AnalyticSource:
         return tuple(kind for kind in wanted if kind == "keys" or divides)
 
     def by_bytes(self, degrees: Degrees, is_whole: bool) -> Degrees:
-        """Returns degrees in which "auto" is what a run without a plan exchanges, of sequences that are one slice or
+        """Returns degrees in which "auto" is the exchange of a run without a plan, of sequences of one slice or
         several."""
         if degrees.exchange != "auto":
             return degrees

@@ -60,7 +60,7 @@ _MOST_RANKS = 64
 
 @dataclass(frozen=True)
 class SharedStages:
-    """What a rank shares of a model's stages, by the names that a CausalLMStage has for it."""
+    """A rank's shares of a model's stages, by their names in a CausalLMStage."""
 
     tensor: TensorParallel | None
     experts: ExpertParallel | None
@@ -75,7 +75,7 @@ class SharedStages:
         parallel: Parallelism,
         adapter: Adapter | None = None,
     ) -> SharedStages:
-        """Returns what this rank of a mesh shares. Raises SlipstreamError that names what can't be cut."""
+        """Returns the shares of this rank of a mesh. Raises SlipstreamError that names a part that can't be cut."""
         tensor = experts = exchange = None
         if ranks.tensor.size > 1:
             plan = _tensor_plan(config, anatomy, ranks.degrees, parallel.tensor_plan, adapter)
@@ -88,9 +88,9 @@ class SharedStages:
 
     def shard(self, model: nn.Module) -> None:
         """Keeps this rank's part of a model, which may lack layers, in place."""
-        for each in (self.tensor, self.experts):
-            if each is not None:
-                each.shard(model)
+        for part in (self.tensor, self.experts):
+            if part is not None:
+                part.shard(model)
 
 
 def check_sharing(
@@ -113,7 +113,7 @@ def check_sharing(
 
 
 def possible_exchanges(config: PretrainedConfig, degrees: Degrees, parallel: Parallelism) -> tuple[str, ...]:
-    """Returns what ranks that share slices may exchange, each of them in all layers, of what is asked for."""
+    """Returns the possible exchanges of ranks that share slices, each in all layers, of those asked for."""
     heads = getattr(config.get_text_config(), "num_attention_heads", None)
     is_open = degrees.context > 1 and parallel.context_exchange == "auto"
     divide = isinstance(heads, int) and heads % (degrees.tensor * degrees.context) == 0
@@ -148,14 +148,14 @@ def possible_sharing(config: PretrainedConfig, anatomy: ModelAnatomy) -> dict[st
 
 def _possible(numbers: Iterable[int], check: Callable[[int], object]) -> PossibleRanks:
     """Returns 1 and the numbers that the check lets pass, and why there is only 1."""
-    found, reason = [1], ""
-    for number in numbers:
+    possible, reason = [1], ""
+    for count in numbers:
         try:
-            check(number)
-            found.append(number)
+            check(count)
+            possible.append(count)
         except SlipstreamError as error:
             reason = reason or str(error)
-    return PossibleRanks(tuple(found), "" if len(found) > 1 else reason)
+    return PossibleRanks(tuple(possible), "" if len(possible) > 1 else reason)
 
 
 def _tensor_plan(
@@ -165,14 +165,14 @@ def _tensor_plan(
     given: Mapping[str, str] | None,
     adapter: Adapter | None,
 ) -> TensorPlan:
-    """Returns how the whole model is cut over tensor ranks. Raises SlipstreamError that names what can't be."""
+    """Returns how the whole model is cut over tensor ranks. Raises SlipstreamError that names a part that can't be."""
     plan = find_tensor_plan(meta_model(config), config, degrees.tensor, anatomy, given, degrees.experts == 1)
     return plan if adapter is None else adapted_plan(plan, adapted_model(meta_model(config), adapter).get_base_model())
 
 
 def _check_slices(config: PretrainedConfig, degrees: Degrees, kind: str) -> None:
     """Checks that ranks can share every slice, each with some of its tokens, by a toy of the architecture; `kind` is
-    what they exchange, as `parallel.context_exchange` has it.
+    their exchange, as `parallel.context_exchange` has it.
 
     Raises SlipstreamError where its layers exchange more between tokens than attention does, or where heads are to be
     exchanged that don't divide.
@@ -225,9 +225,9 @@ def check_tensor_parallel(
         raise
     except Exception as error:  # the model's own code
         raise _refusal(config, group, f"a toy of it fails ({type(error).__name__}: {error})") from error
-    found = next(filter(None, group.gather(wrong)), None)
-    if found is not None:
-        raise _refusal(config, group, found)
+    first_problem = next(filter(None, group.gather(wrong)), None)
+    if first_problem is not None:
+        raise _refusal(config, group, first_problem)
 
 
 def _first_wrong(
@@ -251,9 +251,9 @@ def _first_wrong(
     parallel.install(shared, lambda: None, lambda: None)
     parallel.begin(inputs.shape[1])
     expected = _step(whole, inputs, labels, causal_cross_entropy)
-    found = _step(shared, inputs, labels, vocabulary_cross_entropy(group, parallel.first_id, IGNORED))
-    if not abs(found - expected) < TOLERANCE * abs(expected):
-        return f"its loss differs from the whole model's by {float(abs(found - expected)):.1e}"
+    actual = _step(shared, inputs, labels, vocabulary_cross_entropy(group, parallel.first_id, IGNORED))
+    if not abs(actual - expected) < TOLERANCE * abs(expected):
+        return f"its loss differs from the whole model's by {float(abs(actual - expected)):.1e}"
     return _first_wrong_gradient(whole, shared, parallel)
 
 
@@ -271,10 +271,10 @@ def _first_wrong_gradient(whole: PreTrainedModel, shared: PreTrainedModel, paral
     errors, parameters = {}, dict(shared.named_parameters())
     for name, gradient in expected.items():
         mine = parameters[name].grad
-        found = torch.zeros_like(parameters[name]) if mine is None else mine
+        total = torch.zeros_like(parameters[name]) if mine is None else mine
         if ranks := parallel.added_over(name):
-            found = parallel.group.all_gather(found)[list(ranks)].sum(0)
-        difference = (found - parallel.share(name).take(gradient)).abs().max()
+            total = parallel.group.all_gather(total)[list(ranks)].sum(0)
+        difference = (total - parallel.share(name).take(gradient)).abs().max()
         errors[name] = float(difference / max(gradient.abs().max(), floor))
     for name, error in errors.items():
         if not error < TOLERANCE:

@@ -175,7 +175,7 @@ class _CollectedTokens:
         return [cut[number] for number in range(len(cut))]
 
     def on_every_rank(self, pipeline: RankGroup) -> SliceOutputs:
-        """Returns what the last stage's rank has, (b, T) float64 of each slice. Collective over the pipeline."""
+        """Returns the outputs of the last stage's rank, (b, T) float64 of each slice. Collective over the pipeline."""
         whole = self.batch.whole_targets or self.batch.targets
         targets = {(m, i): each for m, row in enumerate(whole) for i, each in enumerate(row)}
         mine = [self.outputs.get(key, t.new_zeros(t.shape, dtype=torch.float64)) for key, t in targets.items()]

@@ -183,7 +183,7 @@ class PipelineRuntime:
         return [self._made_executor(rank, self.transport, self._reduce, losses) for rank in self._here]
 
     def _rehearsal(self) -> partial[RehearsedStep]:
-        """Returns what makes the rehearsal of a step of this pipeline's parts."""
+        """Returns a maker of the rehearsals of this pipeline's steps."""
         return partial(
             RehearsedStep,
             stages=self.stages,
@@ -195,7 +195,7 @@ class PipelineRuntime:
         )
 
     def read_batch(self, inputs: Inputs, *others: Any, **options: Any) -> Batch:
-        """Returns the batch of what a method was given, as `given_batch` does. Collective."""
+        """Returns the batch of a method's arguments, as `given_batch` does. Collective."""
         if isinstance(inputs, Mapping):
             self.family.check_has("a mapping as a batch", "Give step(inputs, targets).")
         return given_batch(self.ranks, self.device, inputs, *others, **options)
@@ -240,7 +240,7 @@ class PipelineRuntime:
         return StepLoss.of(loss)
 
     def _cut_to_train(self, whole: Batch, plan: StepPlan | None, needs_targets: bool) -> SplitBatch:
-        """Returns the batch as the next step cuts it, once what is open is planned. Collective.
+        """Returns the batch as the next step cuts it, once its open settings are planned. Collective.
 
         Raises SlipstreamError where the next step would hold more than the memory limit.
         """

@@ -58,7 +58,7 @@ class ProfileSettings:
     parallel: Parallelism = Parallelism()  # how ranks share the work of a stage
 
     def check(self, config: PretrainedConfig) -> None:
-        """Raises SlipstreamError for what can't be measured of a model."""
+        """Raises SlipstreamError where a model can't be measured so."""
         if self.dtype not in _DTYPES:
             raise SlipstreamError(f"dtype={self.dtype!r} isn't known; choose one of {', '.join(_DTYPES)}.")
         for name, value in (
@@ -80,7 +80,7 @@ class ProfileSettings:
         check_length(config, self.seq_len)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the settings as JSON can have them, without what doesn't change costs."""
+        """Returns the settings as JSON can have them, without those that don't change costs."""
         parallel = {name: getattr(self.parallel, name) for name in Parallelism.model_fields if name != "shard"}
         return {each.name: getattr(self, each.name) for each in fields(self)} | {"parallel": parallel}
 

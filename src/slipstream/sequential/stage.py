@@ -90,7 +90,7 @@ class SequentialStage(PipelineStage):
         return "an nn.Sequential's layers may be any code"
 
     def _in_order(self, ends: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
-        """Sorts (skip, stage at its other end): first what goes with the regular message, then stage by stage."""
+        """Sorts (skip, stage at its other end): first those that go with the regular message, then stage by stage."""
         return sorted(ends, key=lambda end: (abs(end[1] - self._number) > 1, end[1]))
 
     def receives(self, piece: BatchSlice) -> tuple[TensorSpec, ...]:

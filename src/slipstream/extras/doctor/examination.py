@@ -42,7 +42,7 @@ class Examination:
 
 
 def examine(folder: Path, seconds: float = 30.0, tell: Callable[[str], None] = lambda _text: None) -> Examination:
-    """Returns this machine's abilities and what it lacks. Collective in a group that a launcher started.
+    """Returns the findings about this machine. Collective in a group that a launcher started.
 
     Args:
         folder: that runs go to; it needn't exist.

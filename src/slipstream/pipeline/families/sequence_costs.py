@@ -138,21 +138,21 @@ class _LayerBench:
 
     def _forward(self, given: Tensors, tokens: range | None) -> tuple[float, Callable[[], object]]:
         """Returns the seconds of F, and its backward."""
-        entered = [each.detach().requires_grad_(each.is_floating_point() and self._index > 0).clone() for each in given]
+        entered = [t.detach().requires_grad_(t.is_floating_point() and self._index > 0).clone() for t in given]
         outputs: list[Tensors] = []
         seconds = seconds_of(lambda: outputs.append(as_tuple(self._call(tuple(entered), tokens))), self._device)
-        roots = [each for each in outputs[0] if each.requires_grad]
+        roots = [output for output in outputs[0] if output.requires_grad]
         if not roots:
             return seconds, lambda: None
-        return seconds, partial(torch.autograd.backward, roots, [torch.ones_like(each) for each in roots])
+        return seconds, partial(torch.autograd.backward, roots, [torch.ones_like(root) for root in roots])
 
     def _call(self, given: Tensors, tokens: range | None) -> Tensor | Tensors:
         if tokens is not None:
             self._store.rewind(tokens.start)
         context = LayerContext(self._piece, self._store, tokens, self._index)
         with active_forward(context):
-            found: Tensor | Tensors = self._module[0](as_value(given, self._is_tuple))
-        return found
+            output: Tensor | Tensors = self._module[0](as_value(given, self._is_tuple))
+        return output
 
 
 def _copied(device: torch.device, tensor: Tensor) -> Tensor:
@@ -198,21 +198,21 @@ class SequenceUnits:
         whole microbatch through the layers before the cut."""
         features = np.stack([np.ones(len(lengths)), lengths, lengths * contexts + lengths * (lengths + 1) / 2])
         whole, sliced = self._fits[op]
-        each = np.outer(whole, contexts == 0) + sliced @ features
-        return np.add.reduceat(each, [unit.start for unit in self.units], axis=0), np.zeros(len(lengths))
+        by_layer = np.outer(whole, contexts == 0) + sliced @ features
+        return np.add.reduceat(by_layer, [unit.start for unit in self.units], axis=0), np.zeros(len(lengths))
 
     @cached_property
     def _fits(self) -> dict[Op, tuple[Floats, Floats]]:
         """The seconds of each layer that isn't cut, and the rates of those that are."""
-        found, cut = {}, self.measured.cut
+        fits, cut = {}, self.measured.cut
         for op in OPS:
-            times = [each[op] for each in self.measured.times]
+            times = [of_layer[op] for of_layer in self.measured.times]
             whole = np.array([seconds[0] if index < cut else 0.0 for index, seconds in enumerate(times)])
             sliced = [np.zeros(3)] * min(cut, len(times))
-            for each in times[cut:]:
-                sliced.append(fit_slice_times([(*p, s) for p, s in zip(self.measured.points, each, strict=True)]))
-            found[op] = whole, np.array(sliced)
-        return found
+            for points in times[cut:]:
+                sliced.append(fit_slice_times([(*p, s) for p, s in zip(self.measured.points, points, strict=True)]))
+            fits[op] = whole, np.array(sliced)
+        return fits
 
     def activation_bytes(self, lengths: Ints) -> tuple[Floats, Floats]:
         return np.zeros((len(self.units), len(lengths))), np.zeros(len(lengths))

@@ -339,7 +339,7 @@ class PlanSpace:
     def of_mesh(self, mesh: Mesh) -> Iterator[tuple[float, float, Configuration]]:
         """Yields (least seconds of the step, least bytes of the fullest rank, configuration) of all on a mesh.
 
-        What is too large has no time, 0.
+        One that is too large has no time, 0.
         """
         for group in self.groups(mesh):
             yield from group.bounded()
@@ -366,7 +366,8 @@ class PlanSpace:
     def with_exact_slices(self, group: ConfigurationGroup) -> ConfigurationGroup | None:
         """Returns a group's configurations with slices that are the best for a pipeline of equal stages.
 
-        With one rank nothing is gained by cutting. Of what can't fit they aren't sought, unless no others are allowed.
+        With one rank nothing is gained by cutting. Of those that can't fit they aren't sought, unless no others are
+        allowed.
         """
         c, allows = group.first, self.options.allows
         if c.pipeline_parallel == 1 or not allows("slicing", "exact"):
