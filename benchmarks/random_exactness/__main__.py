@@ -63,10 +63,10 @@ from slipstream.model.toy import float64_masks, full_precision, quiet_transforme
 NAME, OF_MESHES = "random_exactness", "random_meshes"
 NUM_OF_MESHES = 200
 KEPT = Path(__file__).with_name("kept_seeds.txt")
-LIMITS = Limits(seconds=90, memory=4 << 30, patience=4)  # up to eight ranks share the cores
+LIMITS = Limits(seconds=90, memory=4 << 30)
 FUSED_BOUND = 1e-7  # some models' norms round to float32 when they are fused, which nothing here keeps from it
 LARGEST_ROUNDING = 1e-4  # below it an error may be what the case itself makes of rounding, which is then measured
-MESSAGE_SECONDS = 100
+MESSAGE_SECONDS = 200
 ORDER = [Verdict.WRONG, Verdict.CRASH, Verdict.OUT_OF_LIMITS, Verdict.REFUSED, Verdict.NOT_BUILT, Verdict.EXACT]
 _HAS_RUN = "execution/executor.py"  # in the traceback of an error after something has run, which no refusal waits for
 Row = dict[str, Any]
