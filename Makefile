@@ -43,7 +43,7 @@ test: $(INSTALLED)
 test-more: $(INSTALLED)
 	$(PYTEST) -m "more and not grid" --hypothesis-profile=thin $(TWO_WORKERS)
 
-# Both of them in one run, which collects once and leaves no worker idle between them: CI's.
+# Both of them, in one run.
 test-all: $(INSTALLED)
 	$(PYTEST) -m "not grid" --hypothesis-profile=thin $(TWO_WORKERS)
 
