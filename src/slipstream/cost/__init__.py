@@ -32,6 +32,7 @@ from slipstream.cost.stages import (
     Stage,
     StageParts,
     choose_stages,
+    kinds_by_layer,
     messages_of_stages,
     part_kinds,
     partition_of,

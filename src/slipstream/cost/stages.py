@@ -99,6 +99,15 @@ def parts_of(layers: Stage, num_layers: int, units_per_layer: int) -> range:
     return range(first, last)
 
 
+def kinds_by_layer(parts: Sequence[int], own: Sequence[int], units_per_layer: int) -> tuple[tuple[int, ...], ...]:
+    """Returns the kinds of a stage's parts, those of one layer together, sorted: stages with equal ones cost the same.
+
+    The halves of two layers aren't those of one, of which less is kept where layers are recomputed one by one.
+    """
+    layers = groupby(own, lambda part: (part - 1) // units_per_layer)
+    return tuple(sorted(tuple(parts[part] for part in layer) for _, layer in layers))
+
+
 _Table = TypeVar("_Table", bound=TableCost, covariant=True)
 
 

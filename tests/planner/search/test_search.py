@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import product
 
 import numpy as np
@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from slipstream.cost import (
     Amount,
+    AnalyticCosts,
     AnalyticSource,
     AttentionCall,
     AttentionWindow,
@@ -33,7 +34,7 @@ from slipstream.model.quantised import BasePrecision
 from slipstream.planner.plans import Configuration, Mesh, Plan
 from slipstream.planner.report import configuration_text, reasons
 from slipstream.planner.search import search_plans
-from slipstream.planner.search.bounds import MemoryBound, NewestResults, ScheduleShape
+from slipstream.planner.search.bounds import MemoryBound, NewestResults, PlacedPartition, ScheduleShape
 from slipstream.planner.search.plan_options import PlanOptions
 from slipstream.planner.search.plan_space import PlanSpace
 from slipstream.planner.search.simulated_configuration import SimulatedConfiguration, may_fit, predict
@@ -650,6 +651,16 @@ def test_a_plan_of_frozen_layers_is_cut_for_what_runs(schedule: str) -> None:
 def counted_llama() -> AnalyticSource:
     """Four layers in halves, on one node of two devices."""
     return AnalyticSource(count_model(llama(), SEQ_LEN, torch.float16), small_cluster(1), "llama")
+
+
+def test_halves_of_two_layers_keep_what_enters_both() -> None:
+    """Where layers are recomputed one by one; the halves of one layer keep only what enters that."""
+    space = PlanSpace(counted_llama(), SEQ_LEN, 2, PlanOptions())
+    costs, kept = space.costs(Degrees(), 1), partial(AnalyticCosts.kept_bytes, recompute="full", length=SEQ_LEN)
+    cut = PlacedPartition(costs, tuple(range(5)), (0, 1, 3, 4, 6, 10))
+    assert cut.per_stage(partial(kept, costs)).tolist() == [kept(costs, stage) for stage in cut.stages]
+    assert kept(costs, cut.stages[3]) == 2 * kept(costs, cut.stages[1])
+    assert len({*map(space.alike, cut.stages)}) == 5
 
 
 TWO_RANKS = PlanOptions(

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 import numpy as np
 
 from slipstream.array_types import Flags, Floats, Ints
-from slipstream.cost import BY_LAYER, REPLAYED, CostSource, StageCosts, StageParts
+from slipstream.cost import BY_LAYER, REPLAYED, CostSource, StageCosts, StageParts, kinds_by_layer
 from slipstream.planner.order.makespan_bounds import rank_bounds
 from slipstream.planner.plans import Configuration
 from slipstream.schedule import (
@@ -148,10 +148,12 @@ class PlacedPartition:
         return np.array([False, *(a != b for a, b in pairwise(self.placement))])
 
     @cached_property
-    def _alike(self) -> tuple[list[StageParts], Ints]:
-        """A stage of each kind, and the place among them of every stage's: stages of equal parts cost the same."""
-        _, firsts, places = np.unique(self.part_counts, axis=0, return_index=True, return_inverse=True)
-        return [self.stages[first] for first in firsts], places.ravel()
+    def _alike(self) -> tuple[list[StageParts], list[int]]:
+        """A stage of each kind, and the place among them of every stage's."""
+        costs, places = self.costs, dict[tuple[tuple[int, ...], ...], int]()
+        kinds = [kinds_by_layer(costs.parts, range(*stage), costs.units_per_layer) for stage in self.stages]
+        of_stages = [places.setdefault(kind, len(places)) for kind in kinds]
+        return [self.stages[of_stages.index(place)] for place in range(len(places))], of_stages
 
     def per_stage(self, value: Callable[[StageParts], float]) -> Floats:
         """Returns the value of each stage; of a spread head a rank's last one has a share."""

@@ -22,6 +22,7 @@ from slipstream.cost import (
     Stage,
     StageCosts,
     StageParts,
+    kinds_by_layer,
     messages_of_stages,
     parts_of,
     unit_bounds,
@@ -87,7 +88,7 @@ class PlanSpace:
         self._gradients, self._whole = cache(self._compute_gradients), cache(self._whole_seconds)
         self._columns, self._work = cache(self._part_columns), cache(self._whole_work)
         self._state = cache(self._state_bytes)
-        self._alike: dict[tuple[int, ...], Stage] = {}
+        self._alike: dict[tuple[tuple[int, ...], ...], Stage] = {}
         self.found: dict[Configuration, FoundPlan] = {}  # by the joint search
 
     # --- what divides ------------------------------------------------------------------------------------------------
@@ -271,9 +272,8 @@ class PlanSpace:
 
     def _first_alike(self, stage: Stage) -> Stage:
         """Returns the first stage asked for that costs the same."""
-        source = self.source
-        own = parts_of(stage, len(source.kinds), source.units_per_layer)
-        return self._alike.setdefault(tuple(sorted(source.parts[part] for part in own)), stage)
+        parts, per_layer, num_layers = self.source.parts, self.source.units_per_layer, len(self.source.kinds)
+        return self._alike.setdefault(kinds_by_layer(parts, parts_of(stage, num_layers, per_layer), per_layer), stage)
 
     def tails(self, configuration: Configuration) -> Floats:
         """Returns each rank's seconds that always follow its last action: of reducing the gradients of its first stage,
