@@ -127,12 +127,12 @@ def test_the_faster_mesh_runs_and_stands_in_the_plan(kept: tuple[Path, CostCache
     goes on from a checkpoint."""
     folder, cache, profile = kept
     cases = {
-        "pipeline": (replace(profile, optimizer_seconds=1e-3), (), {"num_ranks": 2}, {"data": 1}),
+        "pipeline": (replace(profile, optimizer_seconds=1e-3), (), {"num_ranks": 2}, {"data": 1, "tensor": 1}),
         "replicas": (
             replace(profile, link=replace(FREE_LINK, handling=((64, 1.0),))),
             (),
             {"num_ranks": 1},
-            {"data": 2},
+            {"data": 2, "tensor": 1},
         ),
     }
     for name, (costs, more, pipeline, parallel) in cases.items():
