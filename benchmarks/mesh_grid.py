@@ -1,6 +1,6 @@
 """The mesh that a run chooses by itself, against the best pipeline, two replicas, and DDP of PyTorch.
 
-    python -m benchmarks.mesh_grid --rounds 1 # about 40 minutes on two quiet cores; a later run does what is left
+    python -m benchmarks.mesh_grid --rounds 1 # long, on two quiet cores; a later run does what is left
 
 For 1, 2, 4, 8 and 16 sequences of 512 to 4096 tokens on two processes, each contender runs in its own processes, and
 all take turns. The pipeline and the replicas are planned from measured costs, each on its mesh; the mesh that is chosen

@@ -162,24 +162,24 @@ class Degrees(NamedTuple):
         return self.tensor * lcm(self.context, self.experts)
 
     def held(self, number: float, in_experts: float) -> float:
-        """Returns how many of so many parameters, of which some are experts', a rank holds."""
+        """Returns how many of a stage's parameters, of which some are in experts, each rank holds."""
         spread = self.experts if self.experts > 1 else self.tensor
         return (number - in_experts) / self.tensor + in_experts / spread
 
     @property
     def mesh(self) -> dict[str, int]:
-        """As `make_mesh` takes them, with as few replicas as there may be."""
-        sizes = {axis.axis: getattr(self, axis.degree) for axis in SHARED_WORK}
+        """The sizes of a mesh's axes but pp, as `make_mesh` takes them, with as few replicas as there may be."""
+        sizes = {way.axis: getattr(self, way.degree) for way in SHARED_WORK}
         return {"dp": self.num_ranks // (self.tensor * self.context)} | sizes
 
     @property
     def choices(self) -> dict[str, Any]:
-        """As a plan's options and its configurations take them."""
-        return {axis.choice: getattr(self, axis.degree) for axis in SHARED_WORK} | {"context_exchange": self.exchange}
+        """The fields of a plan's configuration."""
+        return {way.choice: getattr(self, way.degree) for way in SHARED_WORK} | {"context_exchange": self.exchange}
 
     @property
     def settings(self) -> dict[str, Any]:
-        """As a configuration's section `parallel` takes them, without those of one rank but for `tensor`."""
+        """The settings in a configuration's section `parallel`, without degrees of 1 but for `tensor`."""
         sizes = {name: size for name, size in self._asdict().items() if size != 1 or name == "tensor"}
         exchange = {"context_exchange": sizes.pop("exchange")}
         return sizes | (exchange if self.context > 1 else {})

@@ -64,8 +64,8 @@ class Pipeline(PipelineEvaluation, PipelineSaving):
             targets that are not -100, or a floating-point number of the function's own, such as the sum of the weights
             of classes: the sum over all ranks and microbatches is divided by that of all counts. Or a SequenceLoss, a
             function of the probability of whole sequences.
-        mesh: a DeviceMesh, by `slipstream.make_mesh`; default: all ranks on pp. Each replica passes its own share of a
-            batch; the ranks of one pass equal batches.
+        mesh: a DeviceMesh, by `slipstream.make_mesh`, which says what the ranks of each axis share; default: all ranks
+            on pp. Each replica passes its own share of a batch; the ranks of one replica pass equal batches.
         num_ranks: without a process group, the ranks in this process (default 1, or as many ranks as a Schedule has).
         device: default: the CPU, or with NCCL the current GPU.
         memory: recomputation, offloading, and the most that a rank may hold.

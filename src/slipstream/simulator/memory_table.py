@@ -47,6 +47,7 @@ class StageSlice(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Footprint:
     """One action's bytes: what it `leaves` for the backward (below 0: frees), and its `peak` over those in use before.
+
     The bytes it leaves don't include messages, context and weight gradients, which are counted apart; its peak includes
     everything that it makes, those too.
     """

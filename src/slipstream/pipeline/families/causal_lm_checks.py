@@ -47,11 +47,11 @@ class ChangedModel:
         is_shared = [f"{' and '.join(names[:2])} are one weight" for names in given.shared]
         if changed := [*given.changes, *is_shared]:
             first = changed[0]
-            for axis in SHARED_WORK:
-                if axis.splits_weights and getattr(ranks.degrees, axis.degree) > 1:
+            for way in SHARED_WORK:
+                if way.splits_weights and getattr(ranks.degrees, way.degree) > 1:
                     raise SlipstreamError(
-                        f"{first}: {axis.meaning} cut the weights that the configuration describes, by code of their "
-                        f"own. Use {axis.axis}=1, or undo the change."
+                        f"{first}: {way.meaning} cut the weights that the configuration describes, by code of their "
+                        f"own. Use {way.axis}=1, or undo the change."
                     )
             if options.parallel.shard == "parameters":
                 raise SlipstreamError(
@@ -119,7 +119,7 @@ class ChangedModel:
         if self.result.tokens and num_slices > 1:
             raise SlipstreamError(
                 f"{self.result.tokens}, so token slices, packed documents and sequences of different lengths wouldn't "
-                "be exact. Give whole sequences of one length: slices=1, with ranks that don't share them."
+                "be exact. Give whole sequences of one length: slices=1, on a mesh of pp, dp and tp."
             )
         if self.result.rows and (num_microbatches > 1 or self.num_replicas > 1):
             raise SlipstreamError(

@@ -416,12 +416,11 @@ def balance_of(
 def check_options(model: nn.Sequential, options: PipelineOptions, ranks: Ranks) -> None:
     """Raises SlipstreamError for options that an nn.Sequential doesn't have, and for a model without weights."""
     _check_options_of_causal_lms(options)
-    for axis in SHARED_WORK:
-        if (size := getattr(ranks.degrees, axis.degree)) > 1:
+    for way in SHARED_WORK:
+        if (size := getattr(ranks.degrees, way.degree)) > 1:
             raise SlipstreamError(
-                f"an nn.Sequential on a mesh with {axis.axis}={size}: nothing says how its layers could be shared, "
-                f"which of them mix tokens, or which weights are experts. Use {axis.axis}=1; CutTokens() cuts "
-                "sequences into slices, and dp gives ranks other rows."
+                f"an nn.Sequential on a mesh with {way.axis}={size}, {way.meaning}: its layers don't say how. Use "
+                f"{way.axis}=1; CutTokens() cuts sequences into slices, and dp gives ranks other rows."
             )
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise SlipstreamError("the nn.Sequential is on the meta device, so it has no weights. Build it in memory.")
