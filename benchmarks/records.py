@@ -158,7 +158,9 @@ SUBJECTS = {
         "sliced against unsliced attention", "attention", sources=_room("attention", "pipeline/batch.py")
     ),
     "checkpoint": Subject("what saving a checkpoint costs training", "checkpoint"),
-    "slow_link": Subject("one sequence over a slow link, whole and in slices", "slow_link"),
+    "slow_link": Subject(
+        "one sequence over a slow link, whole and in slices", "slow_link", "--length 1024 --repeats 3"
+    ),
     "command_line": Subject("the time of `slipstream --help`", "command_line"),
     "plan_search": Subject("how long whole plans take to find", "plan_search", sources=_PLANNER),
     "joint_search": Subject(
@@ -196,7 +198,8 @@ SUBJECTS = {
     "checkpointing": Subject(
         "recomputation beside transformers' gradient checkpointing, bytes and seconds",
         "checkpointing",
-        sources=_PIPELINE,
+        "--repeats 3",
+        _PIPELINE,
     ),
     "soak": Subject("a run in hundreds of faults, and its weights after them", "soak"),
     "soak_lost": Subject(
