@@ -1,7 +1,7 @@
 """How others train on H100, and the best plans for the same batch: `python -m benchmarks.papers.practice`.
 
-Each practice gives tensor-parallel and pipeline degrees, and replicas; all else of it is searched, as for the best
-plan. It writes the record `practice`.
+Each practice gives the degrees of tensor, pipeline, data and context parallelism; all else of it is searched, as for
+the best plan. It writes the record `practice`.
 """
 
 from __future__ import annotations
