@@ -222,7 +222,7 @@ def _compile(plain: _Function, inputs: Sequence[Tensor], needed: tuple[bool, ...
     with torch.no_grad():
         with mode:  # for the tensor that the gradient of a slice is laid into
             # a lambda, as the arguments of methods are counted wrongly
-            graph = make_fx(lambda *given: function(*arguments), select_decomp_table())(*arguments)
+            graph = make_fx(lambda *traced: function(*traced), select_decomp_table())(*arguments)
         is_used = (True,) * len(inputs) if needed is None else _remove_unused(graph, len(inputs))
         gradients = arguments[: -len(inputs)]
         return _SizedKernel(
