@@ -395,12 +395,12 @@ def test_a_board_says_where_its_rank_is() -> None:
     mine.set_step(2)
     mine.set_action(6)
     mine.set_wait(b"a message" + b"!" * 500)
-    sight = theirs.look()
-    assert sight.counter > before
-    assert (sight.step, sight.action, len(sight.waits)) == (2, 6, 159)
+    status = theirs.look()
+    assert status.counter > before
+    assert (status.step, status.action, len(status.waits)) == (2, 6, 159)
     order = f"0\n{schedule}"
-    assert doing_text(sight, order).startswith("in step 2 at 0B0.1 (action 7 of 8), waiting in a message!")
-    assert wait_lines(sight, order)[0] == (
+    assert doing_text(status, order).startswith("in step 2 at 0B0.1 (action 7 of 8), waiting in a message!")
+    assert wait_lines(status, order)[0] == (
         "in its pipeline, rank 0 waits at 0B0.1 (action 7 of 8) for 1SEND_B0.1 of rank 1."
     )
-    assert wait_lines(sight, order[:40]) == []  # while another schedule is being written
+    assert wait_lines(status, order[:40]) == []  # while another schedule is being written

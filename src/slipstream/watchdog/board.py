@@ -13,7 +13,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 _COUNTER = struct.Struct("<Q")
-_FIELDS = struct.Struct("<iIBB96s160s")  # action, step, silence, state, phase, the awaited message
+_FIELDS = struct.Struct("<iIBB96s160s")  # action, step, policy, state, phase, the awaited message
 _START = _COUNTER.size
 _SIZE = mmap.PAGESIZE
 _ACTION = struct.Struct("<i")
@@ -32,16 +32,16 @@ class State(IntEnum):
 class StallPolicy(IntEnum):
     """How to judge a rank that makes no progress."""
 
-    ANY_LENGTH, COUNTED, LONG = range(3)  # nothing; that it stalls; the same, but only after ten times the limit
+    ANY_LENGTH, COUNTED, LONG = range(3)  # not at all; as stalled; as stalled, but only after ten times the limit
 
 
 class RankStatus(NamedTuple):
-    """The state on a board at one look. The counter changes whenever the rank gets on."""
+    """The status on a board at one look. The counter changes whenever the rank gets on."""
 
     counter: int
     action: int  # its index in the rank's order; -1 between steps
     step: int
-    silence: StallPolicy
+    policy: StallPolicy
     state: State
     phase: str
     waits: str  # the collective or message that the rank waits for; empty where it doesn't
@@ -76,9 +76,9 @@ class Board:
         _STEP.pack_into(self._memory, _START + 4, step)
         self._beat()
 
-    def set_state(self, state: State, silence: StallPolicy = StallPolicy.COUNTED) -> None:
-        """Writes the state of the rank's life, and how to judge its silence from now on."""
-        _BYTES.pack_into(self._memory, _START + 8, silence, state)
+    def set_state(self, state: State, policy: StallPolicy = StallPolicy.COUNTED) -> None:
+        """Writes the rank's state, and how to judge it from now on where it makes no progress."""
+        _BYTES.pack_into(self._memory, _START + 8, policy, state)
         self._beat()
 
     def set_phase(self, phase: str) -> None:
@@ -92,8 +92,8 @@ class Board:
     def look(self) -> RankStatus:
         """Returns the status as it is written now."""
         (counter,) = _COUNTER.unpack_from(self._memory, 0)
-        action, step, silence, state, phase, waits = _FIELDS.unpack_from(self._memory, _START)
-        return RankStatus(counter, action, step, StallPolicy(silence), State(state), _text(phase), _text(waits))
+        action, step, policy, state, phase, waits = _FIELDS.unpack_from(self._memory, _START)
+        return RankStatus(counter, action, step, StallPolicy(policy), State(state), _text(phase), _text(waits))
 
     def _write(self, at: int, data: bytes) -> None:
         self._memory[at : at + len(data)] = data

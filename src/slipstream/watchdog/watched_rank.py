@@ -170,7 +170,7 @@ def watchdog_paused(phase: str, uses_disk: bool = False) -> Iterator[None]:
     limit.
     """
     mine = board()
-    if mine is None or mine.look().silence != StallPolicy.COUNTED:  # within another one
+    if mine is None or mine.look().policy != StallPolicy.COUNTED:  # within another one
         yield
         return
     before = mine.look().phase

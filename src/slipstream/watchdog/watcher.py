@@ -104,16 +104,16 @@ class Watcher:
 
     def _say_how_it_ended(self) -> None:
         """Tells the hub, until it has heard that."""
-        sight = self._board.look()
-        ending = {State.RUNNING: "dead", State.FINISHED: "finished"}.get(sight.state, sight.phase)
-        self._ending = {"ending": ending} | self._position(sight)
+        status = self._board.look()
+        ending = {State.RUNNING: "dead", State.FINISHED: "finished"}.get(status.state, status.phase)
+        self._ending = {"ending": ending} | self._position(status)
         self._hub.send(self._ending)
         deadline = time.monotonic() + _SECONDS_AFTER_ITS_RANK
         while not self._is_heard and not self._hub.is_refused and time.monotonic() < deadline:
             self._exchange(LOOK_SECONDS)
 
     def _look(self) -> None:
-        now, sight = time.monotonic(), self._board.look()
+        now, status = time.monotonic(), self._board.look()
         if (
             pause := now - self._looked
         ) > PAUSED_SECONDS:  # this process was stopped with its rank, or found no processor
@@ -121,11 +121,11 @@ class Watcher:
             self._active += pause
             self._hub.heard += pause
         self._looked = now
-        if sight.counter != self._last.counter:
-            if self._last.silence == StallPolicy.COUNTED and self._last.step > 1:
+        if status.counter != self._last.counter:
+            if self._last.policy == StallPolicy.COUNTED and self._last.step > 1:
                 self._longest = max(self._longest, now - self._changed)
             self._changed = self._active = now
-        self._last = sight
+        self._last = status
         process = state_of(self._parent)
         if process is None or not process.is_stopped:
             self._stopped_since = None
@@ -134,7 +134,7 @@ class Watcher:
         if process is not None and now - self._cpu[0] > LOOK_SECONDS / 2:
             began, used, _ = self._cpu
             self._cpu = now, process.cpu_seconds, (process.cpu_seconds - used) > 0.3 * (now - began)
-            if (self._cpu[2] and not sight.waits) or process.num_bytes - self._num_bytes > _LEAST_BYTES:
+            if (self._cpu[2] and not status.waits) or process.num_bytes - self._num_bytes > _LEAST_BYTES:
                 self._active, self._num_bytes = now, process.num_bytes
         if now - self._reported > LOOK_SECONDS / 2:
             self._reported = now
@@ -153,14 +153,14 @@ class Watcher:
             "longest": self._longest,
         } | self._position(self._last)
 
-    def _position(self, sight: RankStatus) -> dict[str, Any]:
-        order = self._order() if sight.action >= 0 else ""
+    def _position(self, status: RankStatus) -> dict[str, Any]:
+        order = self._order() if status.action >= 0 else ""
         return {
-            "is_counted": sight.silence == StallPolicy.COUNTED,
-            "may_be_long": sight.silence == StallPolicy.LONG,
-            "step": sight.step,
-            "waits": bool(sight.waits),
-            "doing": doing_text(sight, order),
+            "is_counted": status.policy == StallPolicy.COUNTED,
+            "may_be_long": status.policy == StallPolicy.LONG,
+            "step": status.step,
+            "waits": bool(status.waits),
+            "doing": doing_text(status, order),
         }
 
     def _order(self) -> str:
@@ -170,8 +170,8 @@ class Watcher:
 
     def _obey(self, message: dict[str, Any]) -> None:
         if message.get("ask"):
-            sight = self._board.look()
-            lines = wait_lines(sight, self._order())
+            status = self._board.look()
+            lines = wait_lines(status, self._order())
             is_blamed = self._settings["rank"] in message.get("blamed", [])
             if is_blamed and self._stopped_since is None:
                 lines += self._stack()
@@ -227,27 +227,27 @@ def main() -> None:
 _MOST_FRAMES = 8
 
 
-def doing_text(sight: RankStatus, order: str) -> str:
+def doing_text(status: RankStatus, order: str) -> str:
     """Returns where a rank is, as the end of a sentence: "in step 3 at 0B0.1 (action 7 of 12), waiting for ...".
 
     Args:
-        sight: of its board.
+        status: on its board.
         order: the rank's place on the pipeline, a newline, and the text of its schedule; "" where none runs.
     """
-    place = "before its first step" if sight.step == 0 else f"in step {sight.step}"
-    if row := _row(order, sight):
-        place += f" at {row[sight.action]} (action {sight.action + 1} of {len(row)})"
-    elif sight.phase:
-        place += f", {sight.phase}"
-    return f"{place}, waiting in {sight.waits}" if sight.waits else place
+    place = "before its first step" if status.step == 0 else f"in step {status.step}"
+    if row := _row(order, status):
+        place += f" at {row[status.action]} (action {status.action + 1} of {len(row)})"
+    elif status.phase:
+        place += f", {status.phase}"
+    return f"{place}, waiting in {status.waits}" if status.waits else place
 
 
-def wait_lines(sight: RankStatus, order: str) -> list[str]:
+def wait_lines(status: RankStatus, order: str) -> list[str]:
     """Returns the actions missing for a rank's action, by the rules of order; none where it isn't at one."""
-    if not sight.waits or not (schedule := _parse(order, sight)):
+    if not status.waits or not (schedule := _parse(order, status)):
         return []
     rank, parsed = schedule
-    first, *missing = report_wait(parsed, rank, parsed.actions[rank][sight.action]).splitlines()
+    first, *missing = report_wait(parsed, rank, parsed.actions[rank][status.action]).splitlines()
     return [f"in its pipeline, {first}", *missing]
 
 
@@ -260,21 +260,21 @@ def stack_lines(dump: str) -> list[str]:
     return [f"stack: {frame}" for frame in frames[:_MOST_FRAMES]]
 
 
-def _row(order: str, sight: RankStatus) -> list[str]:
+def _row(order: str, status: RankStatus) -> list[str]:
     """Returns the texts of the rank's actions. Parsing the actions of all ranks at every report would slow their
     computing down."""
     rank, _, text = order.partition("\n")
     line = next((line for line in text.splitlines() if line.startswith(f"rank {rank}: ")), "")
     words = line.split()[2:]
-    return words if 0 <= sight.action < len(words) else []
+    return words if 0 <= status.action < len(words) else []
 
 
-def _parse(order: str, sight: RankStatus) -> tuple[int, Schedule] | None:
-    if sight.action < 0 or not order:
+def _parse(order: str, status: RankStatus) -> tuple[int, Schedule] | None:
+    if status.action < 0 or not order:
         return None
     rank, _, text = order.partition("\n")
     try:
         schedule = Schedule.parse(text)
-        return (int(rank), schedule) if sight.action < len(schedule.actions[int(rank)]) else None
+        return (int(rank), schedule) if status.action < len(schedule.actions[int(rank)]) else None
     except (ScheduleError, ValueError, IndexError):  # it was being written
         return None

@@ -15,21 +15,21 @@ from support.pipelines import make_pipe
 del os.environ["SLIPSTREAM_STALL_LIMIT"]  # which the tests' launcher switches off
 
 
-def silence() -> StallPolicy:
+def policy() -> StallPolicy:
     mine = board()
     assert mine is not None
-    return mine.look().silence
+    return mine.look().policy
 
 
 mesh = make_mesh(pp=2)
 assert is_watched(provisionally=True)
 assert not is_watched()
-assert silence() is StallPolicy.ANY_LENGTH
+assert policy() is StallPolicy.ANY_LENGTH
 make_mesh(pp=2)  # not twice
 Pipeline.from_config(ARCHITECTURES["llama"], mesh=mesh, runtime=Runtime(self_check=False, stall_limit=300))
 assert is_watched()
-assert silence() is StallPolicy.COUNTED
+assert policy() is StallPolicy.COUNTED
 make_pipe(ARCHITECTURES["llama"], mesh=make_mesh(pp=2))
-assert silence() is StallPolicy.COUNTED
+assert policy() is StallPolicy.COUNTED
 dist.destroy_process_group()
 print("watched")
