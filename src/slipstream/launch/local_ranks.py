@@ -336,7 +336,7 @@ def reported_to_the_launcher() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        kind = next((name for name, kind in _KINDS.items() if isinstance(error, kind)), "")
+        kind = next((name for name, raised in _KINDS.items() if isinstance(error, raised)), "")
         message = str(error) if kind else traceback.format_exc().rstrip()
         # torch reads "message" from such files
         report = {"message": message, "time": time.time(), "kind": kind}

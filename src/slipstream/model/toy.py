@@ -150,9 +150,9 @@ def toy_config(config: PretrainedConfig, shrinks_numbers: bool = True) -> Pretra
     shrink_widths(toy, overrides)
     overrides = shrink_layers(toy, overrides)
     for fields in (toy, *overrides.values()) if shrinks_numbers else ():
-        for known_number in token_numbers(fields, TOY_LENGTH):
-            if known_number.is_known:
-                shrink_number(fields, known_number)
+        for number in token_numbers(fields, TOY_LENGTH):
+            if number.is_known:
+                shrink_number(fields, number)
     _shrink_positions(toy)
     shrink_other_parts(whole, toy, width)
     for name in ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"):

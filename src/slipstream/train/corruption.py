@@ -184,5 +184,5 @@ def find_differences(found: Sequence[Mapping[str, int]]) -> list[Difference]:
 
 def lone_places(places: Iterable[Sequence[str]]) -> set[str]:
     """Returns the places that one rank alone holds, from those of every rank."""
-    counts = Counter(place for digests in places for place in digests)
+    counts = Counter(place for of_rank in places for place in of_rank)
     return {place for place, count in counts.items() if count == 1}

@@ -70,8 +70,8 @@ def export(run: RunContext, pipe: Pipeline, folder: Path, merged: bool = True) -
         OSError: on all ranks, where it can't be written; the former one stays.
     """
     poisoned = next((shard.name for shard in pipe.parameter_shards() if not is_finite(shard.parameter.detach())), None)
-    if description := next(filter(None, run.world.gather(poisoned)), None):
-        raise NonFiniteError(f"the model is not exported: {describe_non_finite(description)}")
+    if name := next(filter(None, run.world.gather(poisoned)), None):
+        raise NonFiniteError(f"the model is not exported: {describe_non_finite(name)}")
     part, before = (run.folder.work / f"{folder.name}{end}" for end in (".part", ".before.part"))
     try:
         run.world.run_on_leader(lambda: _clear(part, before))

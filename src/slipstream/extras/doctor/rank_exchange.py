@@ -190,12 +190,12 @@ def _exchange_unequal_parts(device: torch.device) -> None:
 
 def _rows(pair: NeighbourPair, measured: Sequence[MeasuredPair]) -> Iterator[Finding]:
     for way in pair.ways:
-        here = next(pair for pair in measured if pair.received == way)
-        places = [pair.order.index(way) for pair in measured]
+        here = next(end for end in measured if end.received == way)
+        places = [end.order.index(way) for end in measured]
         ended = " and ".join(
             f"{('first', 'second')[place]} on rank {rank}" for place, rank in zip(places, pair, strict=True)
         )
-        latency = min(pair.latency for pair in measured)  # a rank that began earlier waited for the other
+        latency = min(end.latency for end in measured)  # a rank that began earlier waited for the other
         rate = f"latency {seconds_text(latency)}, {bytes_text(here.bandwidth)}/s both ways at once"
         yield Finding(way, f"{rate}; ended {ended}")
 

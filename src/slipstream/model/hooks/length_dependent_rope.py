@@ -74,7 +74,7 @@ def _with_largest_position(module: nn.Module) -> Any:
             first.append(_state(module))
         if not tokens.lone_sequences:
             return tables_of(call, position_ids, tokens.max_position)
-        pieces = position_ids.split([row for row, _ in tokens.lone_sequences], dim=-1)
+        pieces = position_ids.split([num_tokens for num_tokens, _ in tokens.lone_sequences], dim=-1)
         tables = []
         with kept_frequencies(module):
             for piece, (_, largest) in zip(pieces, tokens.lone_sequences, strict=True):

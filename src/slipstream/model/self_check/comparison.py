@@ -162,7 +162,7 @@ def _compare_unknown_numbers(config: PretrainedConfig, anatomy: ModelAnatomy) ->
         return []
     smaller = unknown
     if not _runs(_with_small(config, unknown)):
-        smaller = [unknown_number for unknown_number in unknown if _runs(_with_small(config, [unknown_number]))]
+        smaller = [number for number in unknown if _runs(_with_small(config, [number]))]
     lengths = [int(number.value) for number in unknown if number not in smaller and number.value <= _LONGEST]
     errors = [_ToyPair(_with_small(config, smaller), anatomy).compare(_SLICINGS[0])] if smaller else []
     if lengths:

@@ -88,7 +88,7 @@ def check_memory(config: Config, model_config: Any) -> None:
     if limit is None:
         return
     whole = meta_model(model_config, torch_dtype(precision_named(config.training.precision).dtype))
-    weights = sum(parameter.numel() for parameter in whole.parameters())
+    num_parameters = sum(parameter.numel() for parameter in whole.parameters())
     whole = trained_weights(config, model_config).apply(whole)
     experts = [module for _, module in expert_modules(whole)] if parallel.experts > 1 else []
     spread = {id(parameter) for module in experts for parameter in module.parameters()}
@@ -110,8 +110,8 @@ def check_memory(config: Config, model_config: Any) -> None:
     on = "the rank holds" if config.num_processes == 1 else f"one of the {config.num_processes} ranks holds"
     raise SlipstreamError(
         f"memory.limit={limit:.6g} ({bytes_text(limit)}), but {on} {bytes_text(least)} or more of weights, gradients "
-        f"and AdamW's state alone, of {weights:,} parameters. Give --memory.limit={math.ceil(2 * least):.1e} or so, "
-        f"--pipeline.num_ranks={math.ceil(2 * num_ranks * least / limit)}, or a smaller model"
+        f"and AdamW's state alone, of {num_parameters:,} parameters. Give --memory.limit={math.ceil(2 * least):.1e} or "
+        f"so, --pipeline.num_ranks={math.ceil(2 * num_ranks * least / limit)}, or a smaller model"
     )
 
 
