@@ -25,7 +25,7 @@ def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 
 def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Acts as `once_differentiable`, but not at all in a backward that records no graph, which is the usual one."""
+    """Guards a backward as `once_differentiable` does, but leaves it as it is where no graph is recorded, as usual."""
     guarded: Callable[..., Any] = once_differentiable(backward)
 
     @wraps(backward)

@@ -154,7 +154,7 @@ class Degrees(NamedTuple):
     tensor: int = 1  # that share every layer
     context: int = 1  # that share every slice, each with some of its tokens
     experts: int = 1  # over which the experts of a layer are spread; they are some of those with the same weights
-    exchange: str = "heads"  # what ranks that share slices exchange around attention: these for tokens, or keys
+    exchange: str = "heads"  # what ranks that share slices exchange around attention: "heads" for tokens, or "keys"
 
     @property
     def num_ranks(self) -> int:

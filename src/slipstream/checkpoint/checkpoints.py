@@ -67,7 +67,7 @@ class Checkpoints:
         self._saving_group = saving_group
 
     def prepare(self) -> None:
-        """Makes the folder and removes an interrupted save. Call it before training.
+        """Makes the folder and removes the remains of an interrupted save. Call it before training.
 
         Raises:
             SlipstreamError: if the folder can't be written.
@@ -171,7 +171,8 @@ class Checkpoints:
         """Fills the tensors of the shards in place, whatever mesh saved them; `writes` makes no difference.
 
         Args:
-            saved: from `find`. shards: this rank's parts of the tensors.
+            saved: from `find`.
+            shards: this rank's parts of the tensors.
             problem: why this rank can't use the checkpoint, which all ranks are then told; "" where it can.
 
         Raises:

@@ -3,7 +3,7 @@
 checkpoints/
   step-00000012/            a checkpoint; the folder's name shows that it is complete
     manifest.json             files, tensors and facts
-    rank-00000.safetensors the file of each rank
+    rank-00000.safetensors    the file of each rank
   step-00000016.part/       a checkpoint that is being written, or was when the run ended
   step-00000020.aside/      one that is set aside, as the run was resumed from an earlier step since
 

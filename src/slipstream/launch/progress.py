@@ -37,7 +37,7 @@ class Progress:
             self.say_result(text)
 
     def warn(self, text: str) -> None:
-        """Prints a line on a probable mistake."""
+        """Prints a line on a probable problem."""
         if shows("warning"):
             self.say_result(text)
 

@@ -362,8 +362,8 @@ class Targets(NamedTuple):
 
 @contextmanager
 def quiet_peft() -> Iterator[None]:
-    """Silences PEFT's warnings of reads in transformers' models, and of patterns of fused weights, which are looked for
-    among modules before weights are."""
+    """Silences warnings of an attribute of models that PEFT reads, and of patterns of fused weights, which it looks for
+    among modules before weights."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
         warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not match", RuntimeWarning)

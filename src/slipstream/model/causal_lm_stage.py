@@ -240,7 +240,7 @@ class CausalLMStage(PipelineStage):
         if self._tensor is not None:  # now, as the first packed slice runs a token of its own
             self._tensor.begin(tokens.input_ids.shape[1])
         as_masked = masks_and_biases(self.model, tokens) if self.attends_itself else masks_of_text()
-        # which keeps the model from generating text with the given cache
+        # else the model would run its code that generates text with the given cache
         as_trained = as_several_tokens(context, layers) if context.has_lone_tokens else nullcontext()
         with active_forward(context), as_trained, as_masked, self._seeds.forked():
             yield

@@ -344,7 +344,7 @@ def shrink_other_parts(whole: PretrainedConfig, text: PretrainedConfig, text_wid
     done = [text, *layer_parts(text)]
     parts = [part for part in _parts(whole) if not any(part is finished for finished in done)]
     small = {text_width: width_of(text)}
-    by_part: dict[int, dict[int | None, int | None]] = {}  # by part
+    by_part: dict[int, dict[int | None, int | None]] = {}  # by id: the width before -> the one after
     for part in parts:
         overrides = take_layer_overrides(part)
         before = width_of(part)

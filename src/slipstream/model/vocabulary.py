@@ -195,9 +195,9 @@ class SpreadHead(NamedTuple):
 
 
 class SpreadEmbedding(EmptyEmbedding):
-    """Replaces an embedding whose rows are spread: on the first stage it hands on the sum of all ranks' embeddings.
-    Steps of the model's own class after its lookup, such as scaling, it takes there too. On a stage next to which this
-    rank has its rows, it has their weight, under its name in the unsplit model.
+    """Replaces an embedding whose rows are spread: on the first stage it hands on the sum of all ranks' embeddings,
+    after the steps of the model's own class that follow its lookup, such as scaling. On a stage next to which this rank
+    has its rows, it has their weight, under its name in the unsplit model.
     """
 
     def __init__(self, original: Any, rows: HeadRows | None, is_first: bool) -> None:

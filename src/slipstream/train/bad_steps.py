@@ -78,11 +78,11 @@ class BadSteps:
         return record | {"done": "skipped" if earlier is None else f"rolled back to step {earlier}"}
 
     def facts(self) -> dict[str, list[float]]:
-        """Returns a checkpoint's facts, so that a resumed run judges alike."""
+        """Returns the facts for a checkpoint, so that a resumed run judges alike."""
         return {name: list(values) for name, values in self._values.items()}
 
     def restore(self, facts: dict[str, list[float]]) -> None:
-        """Goes on from the facts of `facts`."""
+        """Goes on from the result of `facts`."""
         for name, values in facts.items():
             self._values[name].extend(values)
 

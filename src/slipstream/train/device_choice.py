@@ -49,7 +49,7 @@ def sharing_here(config: Config) -> str:
 
 
 def describe_device(config: Config) -> str:
-    """Returns the kind of device, alike on all machines of a run: "cpu", "cuda", or that ranks share GPUs."""
+    """Returns the kind of device, which all machines of a run must have: "cpu", "cuda", or that ranks share GPUs."""
     return "cuda, shared by ranks" if sharing_here(config) else choose_device_type(config)
 
 

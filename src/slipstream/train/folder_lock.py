@@ -1,7 +1,7 @@
 """Locks an output folder for one run at a time, over all machines that share its disk.
 
-output/slipstream-run/owner-0003.json the third owner; its heartbeat is the time at which the file was last touched
-output/slipstream-run/owner-5d41.part/ where its processes write files that a rename then puts in the output
+output/slipstream-run/owner-0003.json    the third owner; its heartbeat is the time at which the file was last touched
+output/slipstream-run/owner-5d41.part/   where its processes write files that a rename then puts in the output
 
 The owner is the file with the highest number. Each file is made by one process (O_EXCL) and touched by its run alone,
 so that of two that take the folder over from a dead owner only one can succeed. Whether an owner lives is seen by

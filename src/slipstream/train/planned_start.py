@@ -64,8 +64,8 @@ def is_open(config: Config) -> bool:
 
 
 def start_settings(run: RunContext, sequences: TrainingSequences, saved: SavedCheckpoint | None) -> dict[str, Any]:
-    """Returns the arguments of `make_pipeline` by which it runs the choices of before the checkpoint that it resumes
-    from, or else plans itself. Nothing where the configuration gives any of a plan's choices."""
+    """Returns the arguments of `make_pipeline` by which it keeps the plan of the checkpoint that it resumes from, or
+    else plans itself. Nothing where the configuration gives any of a plan's choices."""
     config = run.config
     chosen = None if saved is None else _chosen_before(config, saved.facts)
     if chosen is not None and (settings := chosen_settings(config, chosen)):
@@ -87,7 +87,7 @@ def _chosen_before(config: Config, facts: Mapping[str, Any]) -> Mapping[str, Any
 
 
 def chosen_settings(config: Config, chosen: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the choices, as `make_pipeline` takes them, where the configuration leaves that open; nothing where the
+    """Returns the choices, as `make_pipeline` takes them, where the configuration leaves them open; nothing where the
     run has other ranks, stages, microbatches or sequences now."""
     pipeline, memory = config.pipeline, config.memory
     schedule, rates = Schedule.parse(chosen["schedule"]), chosen.get("rates")

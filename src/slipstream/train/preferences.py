@@ -227,7 +227,7 @@ def check_reference(config: Config, texts: Texts) -> None:
 
 
 def kept_reference(file: Path | None, text: TokenisedText) -> Array | None:
-    """Returns the values of these very answers in a run's file, (D,) float64; None where it hasn't them."""
+    """Returns the values of these very answers in a run's file, (D,) float64; None where it has none."""
     if file is None or not file.is_file():
         return None
     with safe_open(file, framework="np") as opened:

@@ -56,7 +56,7 @@ class RunState:
         sequences: TrainingSequences,
         rates: StageRates | None,
     ) -> None:
-        """`rates` are the stages', by which steps on documents of any length are planned, where it was measured."""
+        """`rates` are the stages', by which steps on documents of any length are planned, where they were measured."""
         self._settings = run.config.model_dump(mode="json")
         self._pipe, self._scheduler, self._loss_scale, self._sequences = pipe, scheduler, loss_scale, sequences
         # An adapter belongs to these weights.

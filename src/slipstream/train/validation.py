@@ -83,7 +83,7 @@ class LossHistory:
     Args:
         keeps_best: whether the checkpoints of improvements are kept; they are listed then.
         patience: validations in a row without an improvement after which the run ends; None for never.
-        unit: of a loss.
+        unit: the unit of a loss.
     """
 
     def __init__(self, keeps_best: bool = False, patience: int | None = None, unit: str = "nats per token") -> None:
@@ -115,7 +115,7 @@ class LossHistory:
         return is_out_of_patience(self.facts(), self._patience)
 
     def facts(self) -> dict[str, Any]:
-        """Returns a checkpoint's facts, so that a resumed run judges alike."""
+        """Returns the facts for a checkpoint, so that a resumed run judges alike."""
         return {
             "improvements": [list(improvement) for improvement in self._improvements],
             "best": None if self.best is None else list(self.best),
@@ -124,7 +124,7 @@ class LossHistory:
         }
 
     def restore(self, facts: Mapping[str, Any]) -> None:
-        """Goes on from the facts of `facts`."""
+        """Goes on from the result of `facts`."""
         self.best = None if facts["best"] is None else Improvement(*facts["best"])
         self._num_without, self._last_step = facts["num_without_improvement"], facts["last_step"]
         if self._keeps_best:

@@ -28,7 +28,7 @@ Check = Callable[[], Iterable[Finding]]
 
 
 def isolated(topic: str, check: Check, is_vital: bool = False) -> list[Finding]:
-    """Returns a check's findings. An exception ends this one alone, and is one too; a problem where it is vital."""
+    """Returns a check's findings. An exception ends this one alone, and is a finding; a problem where it is vital."""
     findings: list[Finding] = []
     try:
         findings.extend(check())

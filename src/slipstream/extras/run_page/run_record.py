@@ -52,7 +52,7 @@ class RunRecord:
 
     @property
     def loss_unit(self) -> str:
-        """The unit of a loss: a token or a pair."""
+        """The unit of a loss."""
         return "per pair" if self.settings.get("preference") else "nats per token"
 
     @property

@@ -6,7 +6,7 @@ branch that begins at zero counts:
     every token a document of its own     one token changes, by a little and by a lot: all others keep their bits,
                                           and no gradient comes from them (attention passes nothing then)
     slices against the whole, float64     dependence on a token's place in the slice, or on the number of tokens
-    changed layers in their chain,        messages between layers beside the hidden states
+    changed layers in their chain,        values that pass between layers beside the hidden states
     then each alone
 """
 
@@ -84,8 +84,8 @@ def try_changes(
 ) -> TrialResult:
     """Returns the parts of a changed model that can't be computed apart. Not collective.
 
-    `packs` says whether the architecture keeps packed documents apart, which shows messages between tokens beside
-    attention. A part that fails when it is tried can't be computed apart either. Layers of more parameters than
+    `packs` says whether the architecture keeps packed documents apart, which shows values that pass between tokens
+    beside attention. A part that fails when it is tried can't be computed apart either. Layers of more parameters than
     `most_in_float64` are compared in float32, which takes half the memory.
     """
     anatomy = replace(anatomy, halves=(), separate_ends=frozenset(), shared=())
@@ -211,7 +211,7 @@ class _Trial:
         return result
 
     def _passing(self) -> TrialResult:
-        """Returns why layers, or their halves, can't run on different ranks: the messages between those that differ."""
+        """Returns why layers, or their halves, can't run on different ranks: the values between those that differ."""
         layers = [f"{self._anatomy.layers}.{index}" for index in self._changes]
         named = zip(layers, (self._layers[index] for index in self._changes), strict=True)
         children = [f"{name}.{child}" for name, layer in named for child, _ in layer.named_children()]
@@ -427,7 +427,7 @@ def _python_draws_kept() -> Iterator[None]:
 
 
 def _states(model: nn.Module) -> list[object]:
-    """Returns states that tell whether code drew random numbers, or kept plain values, in modules or closures."""
+    """Returns states that tell whether code drew random numbers or kept plain values, in modules, hooks or closures."""
     states: list[object] = [torch.get_rng_state().numpy().tobytes(), random.getstate(), str(np.random.get_state())]
     for module in model.modules():
         states += [(name, value) for name, value in vars(module).items() if isinstance(value, _PLAIN)]

@@ -41,7 +41,7 @@ def find_files(sources: Iterable[Path], suffixes: Sequence[str]) -> list[Path]:
 
 def with_given_keys(rows: Iterable[dict[str, Any]], features: Any) -> Iterator[dict[str, Any]]:
     """Yields rows without the null keys inside of them that a column's type adds where other rows have a value: each
-    tool's arguments would be all tools'. `features` are the columns' in `datasets`."""
+    tool's arguments would be all tools'. `features` are those of the columns in `datasets`."""
     for row in rows:
         yield {name: _given(value, (features or {}).get(name)) for name, value in row.items()}
 

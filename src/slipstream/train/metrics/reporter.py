@@ -94,8 +94,7 @@ class Reporter:
             self.write(self._figures.run)
 
     def _watch_for_stragglers(self) -> tuple[Stragglers, list[str]]:
-        """Returns a comparison of ranks of the same work, those at one place of the pipeline, and the host of each
-        rank.
+        """Returns a comparison of ranks of the same work, at one place of the pipeline, and the host of each rank.
 
         Collective.
         """

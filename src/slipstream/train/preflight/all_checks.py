@@ -58,7 +58,7 @@ class RunInputs:
     is_finished: bool  # the run was resumed after its last step, and its model is there
 
     def write(self) -> None:
-        """Makes the run folder with `inputs/` inside, and removes an earlier run's unless it is resumed.
+        """Makes the run folder with `inputs/` inside, and removes an earlier run's files unless it is resumed.
 
         Call it while the folder is locked.
 
@@ -349,7 +349,7 @@ def _check_as_smaller(mesh: Config, config: Config, model_config: Any) -> None:
     )
 
 
-_UNTOLD = ("training.output", "training.overwrite", "checkpoint.resume")  # they name places, not contents
+_UNTOLD = ("training.output", "training.overwrite", "checkpoint.resume")  # they change no number of a run
 
 
 def check_resume(config: Config, model_config: Any, sequences: TrainingSequences, progress: Progress) -> bool:
