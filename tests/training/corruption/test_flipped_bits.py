@@ -60,7 +60,7 @@ def test_the_copies_are_compared_before_a_checkpoint_counts(config: Path) -> Non
     no_period = ["--training.check_replicas_every=0", "--checkpoint.every=3"]
     ended = launch(2, WORKER, "0", "5", "model.", "train", str(config), *no_period)
     assert ended.returncode == 1
-    assert "the copies of model." in ended.stderr
+    assert "the two copies of model." in ended.stderr
     steps = [path.name for path in (config.parent / "output/checkpoints").glob("step-????????")]
     assert steps == ["step-00000003"]
 
