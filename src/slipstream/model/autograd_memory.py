@@ -440,6 +440,7 @@ def _sums_of_bits(output: object) -> list[Tensor]:
 
 
 def _weighted(sums: Tensor) -> Tensor:
+    # Times odd numbers that differ, modulo 2^64.
     return (sums * torch.arange(1, 2 * len(sums), 2, device=sums.device)).sum()
 
 

@@ -218,6 +218,7 @@ def gradient_of(parameter: nn.Parameter, dtype: torch.dtype | None = None) -> Te
 
 
 def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    # Not rounded to the factors' dtype.
     return left.t() @ right if left.dtype == dtype else torch.mm(left.t(), right, out_dtype=dtype)
 
 

@@ -248,4 +248,5 @@ def _joined(pieces: Sequence[Tensor], heads: _Heads) -> Tensor:
 
 
 def _as_long(tensor: Tensor, length: int) -> Tensor:
+    # A rank without tokens computes one for nothing, which gets zeros.
     return tensor if tensor.shape[2] == length else tensor.new_zeros(*tensor.shape[:2], length, tensor.shape[3])

@@ -27,9 +27,9 @@ class ShardedParameters:
     2020, "ZeRO", P_os+g+p (section 5.3), with the gathers of a whole step merged into one. A replica keeps its rows
     (dim 0) of every parameter, its gradient and its optimizer's state:
 
-    begin all-gather: the stages' modules hold whole, plain tensors; every slice's F, I and W is as ever reduce
-    reduce-scatter of the stage's summed gradients; its whole tensors are released finish the rows' gradients are in
-    `.grad` of the rows in `named_parameters`
+        begin      all-gather: the stages' modules hold whole, plain tensors; every slice's F, I and W is as ever
+        reduce     reduce-scatter of the stage's summed gradients; its whole tensors are released
+        finish     the rows' gradients are in `.grad` of the rows in `named_parameters`
 
     A step of any number of slices thus sends 2 (n-1)/n of the parameters' bytes on each of n replicas, as ZeRO-1 does;
     gathering for each slice's pass instead would send that as often as there are passes. The price is that a stage's

@@ -64,6 +64,7 @@ def _structures(config: PretrainedConfig, anatomy: ModelAnatomy) -> list[tuple[s
 
 
 def _modules(layer: nn.Module) -> frozenset[Any]:
+    # Names without numbers, as a toy may have fewer experts.
     return frozenset((re.sub(r"\d+", "*", name), type(module).__qualname__) for name, module in layer.named_modules())
 
 

@@ -115,6 +115,7 @@ def _take(transport: Transport, message: Action, device: torch.device) -> None:
 
 
 def _travel(first: Sequence[float], second: Sequence[float]) -> float:
+    # From the gaps of both ends, whose clocks may differ.
     return statistics.median((there - here) / 2 for there, here in zip(first, second, strict=True))
 
 

@@ -135,6 +135,7 @@ class MiniBatchStatistics:
         return output
 
     def _row(self, microbatch: int) -> Tensor:
+        # All modules' in one tensor, as they have few channels each; a module that saw nothing has count 0.
         return torch.cat([*(self._nothing | self._seen.get(microbatch, {})).values()], dim=1)
 
 
@@ -147,6 +148,8 @@ def _combined(rows: Tensor) -> Tensor:
 
 
 def _sum(groups: Tensor) -> Tensor:
+    # One group after the other: `Tensor.sum` adds in an order that depends on how many channels lie side by side, and
+    # so on how layers are cut into stages.
     return reduce(torch.add, groups.unbind())
 
 

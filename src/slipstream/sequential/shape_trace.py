@@ -279,6 +279,7 @@ def _attributes(module: nn.Module) -> dict[str, int]:
 
 
 def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> int:
+    # Of (rows, heads, tokens, width). PyTorch counts none of the CPU kernel's, and up to 2.11 refuses grouped heads.
     return query.shape[:-1].numel() * 2 * key.shape[-2] * (query.shape[-1] + value.shape[-1])
 
 

@@ -68,6 +68,7 @@ def is_watched(provisionally: bool = False) -> bool:
 
 
 def _is_own() -> bool:
+    # A forked process has the variable of the one that it comes from, and no watcher.
     return _watch is not None and _watch.process == os.getpid()
 
 

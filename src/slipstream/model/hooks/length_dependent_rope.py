@@ -88,6 +88,7 @@ def _with_largest_position(module: nn.Module) -> Any:
 
 
 def _without_last(table: Tensor) -> Tensor:
+    # Stored in order, as tables are: every layer reads it, and fused kernels take no other.
     return table[..., :-1, :].contiguous()
 
 

@@ -159,6 +159,7 @@ class _Run:
         return self.like._replace(slice=action.slice)
 
     def _is_first_backward(self, action: Action, microbatch: int) -> bool:
+        # Backwards run from the last slice to the first.
         return action.op in (Op.B, Op.I) and (action.microbatch, action.slice) == (microbatch, self.num_slices - 1)
 
     def _makes_weights_first(self, action: Action) -> bool:
