@@ -89,8 +89,8 @@ def init(
 ) -> None:
     """Write a configuration that trains MODEL on DATA on this machine, with comments: for `slipstream train`.
 
-    Tells the kind of DATA's rows: text, conversations, prompts with completions, or pairs of answers. Any setting can
-    be given as for `slipstream train`: --training.seq_len=4096.
+    Finds out the kind of DATA's rows: text, conversations, prompts with completions, or pairs of answers. Any setting
+    can be given as for `slipstream train`: --training.seq_len=4096.
     """
     check_new_file(output, "--output", overwrite)
     from slipstream.train.config import read_settings

@@ -65,7 +65,7 @@ def pack(message: Message, tensors: Tensors, buffer: Tensor) -> None:
 
 
 def write_header(message: Message, tensors: Tensors, buffer: Tensor) -> None:
-    """Writes the message's description to the buffer's begin."""
+    """Writes the message's description to the beginning of the buffer."""
     header = header_of(message, tensors)
     if buffer.is_cuda:  # or the host would wait until the GPU has computed all that came before
         header = header.pin_memory()

@@ -96,8 +96,8 @@ def make_mesh(
         dp: the number of replicas of every pipeline.
         tp: the number of ranks that share every layer.
         device_type: "cpu" or "cuda"; with fewer GPUs than processes of a machine, they share them.
-        transport: connects the processes, as `Runtime(transport=...)` has it, in the group that this makes; of one
-            that is there it is only checked.
+        transport: what connects the processes, as `Runtime(transport=...)` has it, in the group that this makes; where
+            there is one it is only checked.
         ep: the number of ranks over which the experts of a layer are spread; it divides the number of ranks that hold
             the same weights, such as dp. They are neighbours among these.
         others: the sizes of further axes: `cp`, the number of ranks that share every slice, each with some of its

@@ -23,7 +23,7 @@ class Batch:
     """The sequences of a step, on this rank's device: dim 0 of tensors where they have one length, else a list of
     tensors, of which each has its own number of tokens (T, ...).
 
-    Inputs are token ids, or those of the first layer of an nn.Sequential.
+    Inputs are token ids, or the inputs of an nn.Sequential's first layer.
     """
 
     inputs: tuple[Rows, ...]

@@ -338,8 +338,8 @@ def ungrouped(loss: SequenceLoss | None, groups: Sequence[Sequence[int]]) -> lis
 def with_sequences(
     batch: SplitBatch, loss: SequenceLoss, whole: Batch, places: Sequence[slice | list[int]]
 ) -> SplitBatch:
-    """Returns the batch with the sequences of each microbatch, which are at these places of the whole batch; its groups
-    count."""
+    """Returns the batch with the sequences of each microbatch, which are at these places of the whole batch; its
+    `num_valid` is the number of their groups."""
     values = whole.sequence_values
     sequences = []
     for slices, place in zip(batch.slices, places, strict=True):

@@ -114,7 +114,7 @@ class PipelineFacts:
 
     @property
     def order(self) -> Schedule:
-        """The schedule of the next step as it was given or found: `layout.training` without messages."""
+        """The schedule of the next step as it was given or found: `layout.training` without what passes add."""
         return self.layout.order
 
     @property

@@ -50,7 +50,7 @@ class Pipeline(PipelineEvaluation, PipelineSaving):
             says how many microbatches, slices and stages there are.
         num_microbatches: the number of parts into which the rows of a batch are divided.
         slices: the number of token slices of a sequence, their lengths in tokens, or "auto": those that are
-            found as the order is. Default: 8; of an nn.Sequential 1, or with `CutTokens` in it any number, after it.
+            found as the order is. Default: 8; of an nn.Sequential 1, or any number for its layers after `CutTokens`.
         partition: layers per stage, such as [4.5, 3.5]: .5 ends a stage between a layer's attention and its
             feed-forward half, 0 at an end makes the embedding or the head a stage by itself. Or "auto": by the
             multiplications of each layer and of the head; in halves where that makes the slowest rank at least 3%
@@ -69,7 +69,7 @@ class Pipeline(PipelineEvaluation, PipelineSaving):
         num_ranks: without a process group, the ranks in this process (default 1, or as many ranks as a Schedule has).
         device: default: the CPU, or with NCCL the current GPU.
         memory: recomputation, offloading, and the most that a rank may hold.
-        parallel: shared between ranks in addition to the layers: tokens, the optimizer's state, parameters.
+        parallel: how ranks share more than the layers: tokens, the optimizer's state, parameters.
         precision: the dtypes of parameters, and of the optimizer's copies.
         runtime: fused kernels, the self-check, and how long a rank waits for a message.
         microbatches: in place of `num_microbatches` and `slices`, the rows of each microbatch and the tokens of its
@@ -82,8 +82,8 @@ class Pipeline(PipelineEvaluation, PipelineSaving):
             of each layer by itself and averaged over layers, with the configuration's router_aux_loss_coef. Its
             gradients are added; the loss that `step` returns is without it.
         layers: of an nn.Sequential, the costs of its layers and an example of its inputs.
-        rates: of the stages of a causal LM, by which steps on sequences of different lengths are planned: those
-            of another pipeline with the same cut. Default: as measured for a plan made here, else multiplications.
+        rates: those of a causal LM's stages, by which steps on sequences of different lengths are planned, from
+            another pipeline with the same cut. Default: as measured for a plan made here, else multiplications.
 
     Raises:
         SlipstreamError: what can't be exact or doesn't fit together, on every rank, before anything runs.

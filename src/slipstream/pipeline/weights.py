@@ -346,7 +346,7 @@ def merged_state(config: PretrainedConfig, adapter: Adapter, state: Mapping[str,
 
 def merged_with_base(model: PreTrainedModel, adapter: Adapter, trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns the state of a model, which it takes over, with the trained weights of an adapter merged into it; where
-    the adapter is one of weights in 4 bits, into the values of these.
+    the adapter is one of weights in 4 bits, into the values that these stand for.
 
     Raises SlipstreamError where these aren't the adapter's.
     """

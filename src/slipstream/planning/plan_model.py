@@ -236,7 +236,7 @@ def _why_head_stays_whole(config: PretrainedConfig, trains_a_part: bool) -> str:
     return ""
 
 
-_NORM_AND_HEAD = 2  # after the layers of a model whose tensor-parallel ranks can share tokens
+_NORM_AND_HEAD = 2  # modules after the layers of a model whose tensor-parallel ranks can share tokens
 
 
 def _trained_weights(

@@ -297,10 +297,11 @@ def seconds_of(work: Callable[[], object], device: torch.device) -> float:
 class LiveMemory(TorchDispatchMode):
     """The storages of the CPU's tensors: those of `present` tensors, and all that operations within the block make.
 
-    An operation's result is in a storage of its own or in that of an argument, so the arguments show the storages of
-    before. That doesn't count unless it is `present`, but where an operation has read it, its end does. Exact for
-    tensors' memory, each storage once, until its last owner, Python or an autograd graph, releases it. Buffers inside a
-    kernel are not tensors and not seen. Backwards are seen because on the CPU they run in the calling thread.
+    An operation's result is in a storage of its own or in that of an argument, so the arguments show which storages
+    were there before. Such a one doesn't count unless it is `present`, but where an operation has read it, its end
+    does. Exact for tensors' memory, each storage once, until its last owner, Python or an autograd graph, releases it.
+    Buffers inside a kernel are not tensors and not seen. Backwards are seen because on the CPU they run in the calling
+    thread.
     """
 
     def __init__(self, present: Iterable[Tensor] = ()) -> None:

@@ -45,8 +45,8 @@ Skips = dict[str, Tensor]  # stashed and not yet popped, by name
 class SequentialStage(PipelineStage):
     """Layers `stages[number]` of a sequence.
 
-    It receives the output of the layer before, then the skips that end here and began on other stages, and sends alike.
-    Of token slices, the first runs the layers before CutTokens, and brings the tensors that CutTokens leaves whole:
+    It receives the output of the layer before, then the skips that end here and began on other stages, and sends
+    likewise. Of token slices, the first runs the layers before CutTokens, and brings what CutTokens leaves whole:
 
         slice 0   encoder -> cut -> decoder        messages: all of a boundary
         slice 1             tokens -> decoder      messages: nothing before the cut; after it what isn't whole

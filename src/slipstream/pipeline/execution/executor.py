@@ -188,7 +188,7 @@ class Executor:
             self._head.spread(step.action, *outputs)
 
     def _inputs(self, step: ProgramStep) -> Tensors:
-        """Returns the inputs of F; the first stage has none, or the embeddings by the rows of a spread embedding."""
+        """Returns the inputs of F; the first stage has none, or the embeddings where all ranks' rows embed."""
         if step.action.stage == 0:
             return () if self._head is None or not self._head.embeds else (self._head.embedded(step.action),)
         inputs = self._messages.take(step, self._state.handed)
@@ -221,7 +221,7 @@ class Executor:
         return () if stage.has_loss else tuple(map(Tensor.detach, outputs))
 
     def _compute(self, key: SliceKey, inputs: Tensors, store: ContextStore) -> Tensors:
-        """Runs the code of F and R: returns the stage's outputs, or the last one's inputs of the loss."""
+        """Runs the code of F and R: returns the stage's outputs, or of the last one the tensors of its loss."""
         g, m, i = key
         outputs: Any = self._stages[g].compute(self._state.batch.slices[m][i], inputs, store)
         if not self._stages[g].has_loss:

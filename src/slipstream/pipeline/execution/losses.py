@@ -455,7 +455,7 @@ _SCALERS = "torch.amp.grad_scaler"
 
 
 class StepLoss(Tensor):
-    """A scalar without a graph, that refuses operations on a loss whose backward is still to come.
+    """A scalar without a graph, that refuses operations meant for a loss whose backward is still to come.
 
     Tensors computed from it are StepLosses too, as scaled or averaged losses must be refused as well; whatever needs a
     gradient of its own may have its backward.

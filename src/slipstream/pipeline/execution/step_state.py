@@ -169,7 +169,7 @@ class StageMessages:
     """The inputs, outputs and gradients of one rank's stages in one step, with the skips past others.
 
     Args:
-        rank: the one whose they are.
+        rank: the one that has the stages.
         schedule: lowered.
         stages: of the rank.
         transport: sends and receives.

@@ -159,7 +159,7 @@ class CausalLMFamily(ModelFamily):
         return vocabulary
 
     def start_request(self, num_ranks: int, seq_len: int, microbatch_size: int = 1) -> StartRequest:
-        """Returns the request of a plan. Collective, as `planned_vocabulary`."""
+        """Returns the request for a plan. Collective, as `planned_vocabulary`."""
         options = self._options
         is_autocast = torch.is_autocast_enabled(self._device.type)
         wide = "bf16" if is_autocast else str(self.config.dtype or torch.float32).removeprefix("torch.")
@@ -184,7 +184,7 @@ class CausalLMFamily(ModelFamily):
         return plan_start(self.config, self.expected_request(num_ranks), self._ranks, self._device, say)
 
     def expected_request(self, num_ranks: int) -> StartRequest:
-        """Returns the request of the plan before the first step. Collective."""
+        """Returns the request for the plan before the first step. Collective."""
         expected = self._options.expected
         assert expected is not None
         request = self.start_request(num_ranks, expected.seq_len, expected.microbatch_size)
@@ -335,9 +335,8 @@ class CausalLMFamily(ModelFamily):
     def split(
         self, batch: Batch, microbatches: Sequence[SlicedMicrobatch], seed: int, groups: Sequence[Sequence[int]] = ()
     ) -> SplitBatch:
-        """Returns the microbatches and slices of a batch; of one whose sequences differ in length each of these groups,
-        planned as one sequence, is a row. Raises SlipstreamError where slices or documents can't be
-        exact."""
+        """Returns the microbatches and slices of a batch; where its sequences differ in length, each of these groups is
+        a row, of sequences planned as one. Raises SlipstreamError where slices or documents can't be exact."""
         loss = self._sequence_loss
         groups = ungrouped(loss, groups) if groups else ()
         cut = cut_batch(batch, microbatches, seed, groups)

@@ -119,7 +119,7 @@ class ChangedModel:
         if self.result.tokens and num_slices > 1:
             raise SlipstreamError(
                 f"{self.result.tokens}, so token slices, packed documents and sequences of different lengths wouldn't "
-                "be exact. Give whole sequences of one length: slices=1, on a mesh of pp, dp and tp."
+                "be exact. Give whole sequences of one length: slices=1, on a mesh of pp and dp."
             )
         if self.result.rows and (num_microbatches > 1 or self.num_replicas > 1):
             raise SlipstreamError(

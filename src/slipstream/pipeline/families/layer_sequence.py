@@ -346,7 +346,7 @@ def _ranges(layout: StageLayout) -> list[range]:
     return [stage.layers for stage in layout.layers]
 
 
-FLOPS_PER_BYTE = 10  # memory holds up a layer that computes less with its input: about that of a CPU's core
+FLOPS_PER_BYTE = 10  # a layer with fewer waits for its memory: about those of a CPU's core
 
 
 def counted_costs(trace: ShapeTrace) -> list[float]:

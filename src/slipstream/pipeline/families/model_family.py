@@ -27,7 +27,7 @@ class ModelFamily(ABC):
     """Makes the stages of a rank and their loss, and cuts every batch.
 
     Attributes:
-        name: of a Pipeline of it.
+        name: by which a Pipeline of it is called.
         compiled: the modules that torch.compile runs.
         default_slices: the number of slices where the options have none.
         leaves_out_frozen: whether stages whose parameters are all frozen may have no backwards.
@@ -83,7 +83,7 @@ class ModelFamily(ABC):
         return None
 
     def rates(self, layout: StageLayout) -> StageRates | None:
-        """Returns the stages' rates, by their multiplications; None where slices' aren't known."""
+        """Returns the stages' rates, by their multiplications; None where those of slices aren't known."""
         return None
 
     @abstractmethod

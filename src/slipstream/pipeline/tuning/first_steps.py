@@ -49,7 +49,7 @@ class FirstSteps:
     """Finds the order and the slices that are open, for rows of the length that the first steps have.
 
     Args:
-        settings: of the next step, which this changes.
+        settings: those of the next step, which this changes.
         ranks: of the pipeline.
         measure: returns the stages' rates, or None where they can't be measured.
         limit: bytes that each rank may hold. None: any number.

@@ -42,7 +42,7 @@ def granularity_for(length: int) -> int:
 
 @dataclass(frozen=True)
 class RowProblem:
-    """The search for rows of one length.
+    """The problem of a plan for rows of one length.
 
     Args:
         length: tokens of a row.

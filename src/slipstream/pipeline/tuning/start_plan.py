@@ -66,7 +66,7 @@ _UNSEEN = 0.01  # of the counted bytes: those that parts measured alone hold onl
 
 @dataclass(frozen=True)
 class StartRequest:
-    """The request of a plan before the first step.
+    """The request for a plan before the first step.
 
     Args:
         seq_len: tokens of a sequence.
@@ -319,7 +319,7 @@ class _Told:
 
 
 def is_free(options: PipelineOptions, *slices: object) -> bool:
-    """Returns whether all of a start plan's choices are left to it, and it has the facts.
+    """Returns whether all of a start plan's choices are left to it, and all that it needs is known.
 
     `slices` are the settings of slices of a sequence of layers that leave it, which has an example to measure; a causal
     LM needs seq_len.

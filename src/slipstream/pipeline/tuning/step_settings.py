@@ -89,7 +89,7 @@ class StepSettings:
         return self.is_open and not self.is_planned and not self.is_resting
 
     def row_problem(self, length: int) -> RowProblem:
-        """Returns the search for rows of `length` tokens."""
+        """Returns the problem of a plan for rows of `length` tokens."""
         return RowProblem(
             length=length,
             placement=self.schedule.placement,
@@ -137,7 +137,7 @@ class StepSettings:
         return self._even
 
     def step_problem(self, lengths: tuple[int, ...], rates: StageRates) -> StepProblem:
-        """Returns the search for sequences of these lengths: settings given by a name or as a number are kept.
+        """Returns the problem of a plan for sequences of these lengths: settings by a name or a number are kept.
 
         Fewer sequences than microbatches were given are a microbatch each. Raises SlipstreamError for settings that are
         for rows of one length.
