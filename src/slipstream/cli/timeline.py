@@ -105,7 +105,7 @@ def timeline(
     from slipstream.schedule import Op
 
     gradients = {Op.I: input_gradient, Op.W: weight_gradient}
-    seconds = {op: backward / 2 if seconds is None else seconds for op, seconds in gradients.items()}
+    seconds = {op: backward / 2 if given is None else given for op, given in gradients.items()}
     seconds |= {Op.F: forward, Op.B: backward, Op.R: forward, Op.OFFLOAD: 0, Op.RELOAD: 0}
     make = partial(_make, ranks, microbatches, slices, stages_per_rank)
     cost: Callable[[Schedule], TableCost] = partial(_cost, seconds, head, link)
@@ -179,7 +179,7 @@ def _cost(seconds: Mapping[Op, float], head: float, link: float, plan: Schedule)
     share = [1 / plan.placement.count(rank) for rank in plan.placement]
     work = [*share[:-1], share[-1] + head]
     units = [(g, i) for g in range(plan.num_stages) for i in range(plan.num_slices)]
-    times = {(g, i, op): share * work[g] for g, i in units for op, share in seconds.items()}
+    times = {(g, i, op): whole * work[g] for g, i in units for op, whole in seconds.items()}
     held = {(g, i): share[g] / plan.num_slices for g, i in units}
     # Messages queue for a TableCost's bandwidth but share its latency; these are to queue.
     return TableCost(times, [link] * plan.num_slices, bandwidth=1.0, activations=held)

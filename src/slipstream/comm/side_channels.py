@@ -152,7 +152,7 @@ class SkipMessages(SideMessages):
         made = [action for action in row if action.op in producers and action.stage == message.stage]
         sent = [message._replace(microbatch=action.microbatch, slice=action.slice) for action in made]
         # A skip before CutTokens is the first slice's alone.
-        return [message for message in sent if self.specs_of(message)]
+        return [send for send in sent if self.specs_of(send)]
 
     def proven_by(self, message: SkipSend) -> SkipSend | None:
         """A gradient proves that its skip arrived; a skip, that the gradient of its sender's last backward did."""

@@ -171,17 +171,17 @@ def _with_parts(
     optimized = costs.num_optimized(head, optimizer_shards) / schedule.num_ranks
     made = state.gradients * numbers
     footprints = {
-        (StageSlice(g, s, *how), op): moment
+        (StageSlice(g, s, *how), op): footprint
         for g, (s, length) in product(stages, enumerate(slices))
-        for op, moment in _part_footprints(costs, rows, schedule, length, g == last).items()
+        for op, footprint in _part_footprints(costs, rows, schedule, length, g == last).items()
         for how in product({False, Op.R in schedule.ops}, {False, Op.OFFLOAD in schedule.ops})
     }
     own_footprints = {
-        (unit, op): _at_ends(unit, op, moment, costs, schedule, slices)
-        for (unit, op), moment in table.footprints.items()
+        (unit, op): _at_ends(unit, op, footprint, costs, schedule, slices)
+        for (unit, op), footprint in table.footprints.items()
     }
     first: dict[tuple[StageSlice, Op], float] = {
-        (unit, op): moment.peak + made for (unit, op), moment in footprints.items() if op is Op.VW
+        (unit, op): footprint.peak + made for (unit, op), footprint in footprints.items() if op is Op.VW
     }
     return replace(
         table,

@@ -403,7 +403,7 @@ class Profile:
     def _time(self, numbers: Sequence[float], op: Op) -> FittedTime:
         """Returns the time of a fixed part, and so many parts of each kind."""
         fits = tuple(stage.fits[Op.F if op is Op.R else op] for stage in self.stages)
-        counts = tuple(seconds * self.slowdown for seconds in numbers)
+        counts = tuple(number * self.slowdown for number in numbers)
         return FittedTime(fits, tuple(map(tuple, self._part_weights)), counts)
 
     @property

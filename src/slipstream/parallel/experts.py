@@ -174,7 +174,7 @@ class _Exchange:
             return group.all_to_all(rows, received, sent)[place]
 
         (rows,) = exchanged(
-            lambda gradient: (dispatched(gradient[order // per_token]),),
+            lambda tokens: (dispatched(tokens[order // per_token]),),
             lambda gradient: (torch.unflatten(returned(gradient), 0, index.shape).sum(1),),
             hidden,
         )

@@ -200,8 +200,8 @@ class Ranks:
             everyone = RankGroup(dist.group.WORLD if dist.is_available() and dist.is_initialized() else None)
             data = RankGroup()
             groups = {PIPELINE: everyone, DATA: data, TENSOR: RankGroup()}
-            groups_of_one = everyone, data, groups[TENSOR], data, RankGroup(), data, groups[TENSOR]
-            return cls(*groups_of_one, everyone, (tuple(everyone.global_ranks),), groups)
+            mine = everyone, data, groups[TENSOR], data, RankGroup(), data, groups[TENSOR]
+            return cls(*mine, everyone, (tuple(everyone.global_ranks),), groups)
         names = mesh.mesh_dim_names or ()
         if "pp" not in names or set(names) - set(_axes):
             raise SlipstreamError(
@@ -229,8 +229,8 @@ class Ranks:
         if (size := lcm(num_tokens, experts.size) * groups[TENSOR].size) > team.size:
             every = _lines(mesh, [axis.name for axis in (*alike, TENSOR)])
             team = _joined([line[a : a + size] for line in every for a in range(0, len(line), size)])
-        groups_of_one = groups[PIPELINE], groups[DATA], groups[TENSOR], copies, experts, expert_copies, team
-        return cls(*groups_of_one, _whole(mesh), _lines(mesh, ["pp"]), groups)
+        mine = groups[PIPELINE], groups[DATA], groups[TENSOR], copies, experts, expert_copies, team
+        return cls(*mine, _whole(mesh), _lines(mesh, ["pp"]), groups)
 
     @cached_property
     def token_axes(self) -> list[tuple[MeshAxis, RankGroup]]:

@@ -136,7 +136,7 @@ class Batch:
 
     def _row(self, group: Sequence[int]) -> Batch:
         def joined(rows: Sequence[Tensor] | Tensor) -> Tensor:
-            first, *others = [rows[row] for row in group]
+            first, *others = [rows[index] for index in group]
             return (torch.cat([first, *others]) if others else first)[None]
 
         row = Batch(
@@ -145,7 +145,7 @@ class Batch:
             joined(self.targets),
             position_ids=None if self.position_ids is None else joined(self.position_ids),
             max_position=self.max_position,
-            lone_lengths=() if self.are_rows else [len(self.targets[row]) for row in group],
+            lone_lengths=() if self.are_rows else [len(self.targets[index]) for index in group],
         )
         ids = self.document_ids
         if ids is None and self.position_ids is not None:
@@ -153,7 +153,7 @@ class Batch:
         if len(group) == 1 and ids is None:
             return row
         ids = ids or [torch.zeros_like(targets) for targets in self.targets]
-        documents = [2 * ids[row] + place % 2 for place, row in enumerate(group)]  # differ where a sequence ends
+        documents = [2 * ids[index] + place % 2 for place, index in enumerate(group)]  # differ where a sequence ends
         return replace(row, document_ids=torch.cat(documents)[None])
 
     def check_form(self) -> None:
@@ -238,10 +238,10 @@ def given_batch(
     """
     if isinstance(inputs, Mapping):
         _refuse_twice(targets=targets, position_ids=position_ids)
-        inputs, targets, position_ids, padded = _agreed(ranks, inputs, lengths, needs_labels)
-        if padded is not None:
-            without_padding = Batch.of_lengths(device, inputs, targets, document_ids, padded.tolist(), sequence_values)
-            return without_padding.as_rows(inputs.shape[1], padded.tolist(), position_ids)
+        inputs, targets, position_ids, row_lengths = _agreed(ranks, inputs, lengths, needs_labels)
+        if row_lengths is not None:
+            rows = Batch.of_lengths(device, inputs, targets, document_ids, row_lengths.tolist(), sequence_values)
+            return rows.as_rows(inputs.shape[1], row_lengths.tolist(), position_ids)
     elif targets is None:
         if needs_labels:
             raise SlipstreamError("targets are missing: give step(inputs, targets), or a mapping that has 'labels'.")

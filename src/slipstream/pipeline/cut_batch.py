@@ -105,8 +105,8 @@ class SplitBatch:
         for pieces, own in zip(slices, targets, strict=True):
             own[:] = [t if piece.num_own else torch.full_like(t, IGNORED) for piece, t in zip(pieces, own, strict=True)]
         sequences = [
-            replace(sequences, numbers=[own_tokens(numbers, rank, size) for numbers in sequences.numbers])
-            for sequences in self.sequences
+            replace(microbatch, numbers=[own_tokens(numbers, rank, size) for numbers in microbatch.numbers])
+            for microbatch in self.sequences
         ]
         return replace(self, slices=slices, targets=targets, sequences=sequences, whole_targets=self.targets)
 
@@ -316,7 +316,7 @@ def check_sequences(loss: SequenceLoss, whole: Batch) -> None:
 def check_groups(loss: SequenceLoss, microbatches: Sequence[SlicedMicrobatch]) -> None:
     """Raises SlipstreamError where a microbatch's rows aren't whole groups."""
     rows = [microbatch.num_sequences for microbatch in microbatches]
-    if any(index % loss.group_size for index in rows):
+    if any(count % loss.group_size for count in rows):
         raise SlipstreamError(
             f"microbatches of {rows} rows with SequenceLoss(group_size={loss.group_size}), whose sequences share a "
             f"microbatch: give batches of a multiple of {len(rows) * loss.group_size} rows, or fewer microbatches."
@@ -344,10 +344,10 @@ def with_sequences(
     sequences = []
     for slices, place in zip(batch.slices, places, strict=True):
         numbers, count = _numbered(slices)
-        of_group = None if values is None else values[place]
-        if loss.prompts and of_group is not None:
-            numbers = _with_prompts_apart(numbers, of_group[:, 0])
-        sequences.append(MicrobatchSequences(numbers, count, place, of_group, loss.num_sums))
+        own_values = None if values is None else values[place]
+        if loss.prompts and own_values is not None:
+            numbers = _with_prompts_apart(numbers, own_values[:, 0])
+        sequences.append(MicrobatchSequences(numbers, count, place, own_values, loss.num_sums))
     return replace(batch, sequences=sequences, num_valid=sum(m.count for m in sequences) // loss.group_size)
 
 

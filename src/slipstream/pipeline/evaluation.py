@@ -113,8 +113,8 @@ class PipelineEvaluation(PipelineFacts):
         losses: TokenOutputs = token_cross_entropy
         if tensor is not None:
             losses = vocabulary_token_losses(tensor.group, tensor.first_id, IGNORED)
-        found = self._collected(whole, "log_probabilities", lambda logits, targets: -losses(logits, targets).double())
-        rows = found.joined(found.on_every_rank(self._runtime.ranks.pipeline))
+        collected = self._collected(whole, "log_probabilities", lambda logits, t: -losses(logits, t).double())
+        rows = collected.joined(collected.on_every_rank(self._runtime.ranks.pipeline))
         # the log-probabilities go to the places of the labels, one after the tokens
         if isinstance(rows, Tensor):
             return padded_as(functional.pad(rows[..., :-1], (1, 0)), inputs)

@@ -160,9 +160,9 @@ class Parameters:
         for name, gradient in named:
             if self._counts(name):
                 square += gradient.double().square().sum().to(square.device)
-        values = calls.begin("clip_grad_norm_", square.view(1).view(torch.int64))  # the bits, beside the call's number
-        if values:  # of all ranks, where this process isn't alone
-            bits = torch.tensor([value.values[0] for value in values])
+        ranks = calls.begin("clip_grad_norm_", square.view(1).view(torch.int64))  # the bits, beside the call's number
+        if ranks:  # all, where this process isn't alone
+            bits = torch.tensor([rank.values[0] for rank in ranks])
             square = bits.view(torch.float64).sum().to(square.device)
         norm = square.sqrt()
         if math.isfinite(max_norm):

@@ -177,8 +177,8 @@ def _count_part(
         product_bytes=line(Op.F, "product_bytes").per_token + attended,
         state_bytes=sum(recorded[-1].state_bytes[name] for name in modules),
         num_frozen=sum(p.numel() for p in long.parameters if not p.requires_grad) + long.num_packed,
-        num_quantised=sum(weight.num_weights for weight in long.quantised),
-        dequantised_bytes=itemsize * max((weight.num_weights for weight in long.quantised), default=0),
+        num_quantised=sum(linear.num_weights for linear in long.quantised),
+        dequantised_bytes=itemsize * max((linear.num_weights for linear in long.quantised), default=0),
         has_backward=long.has_backward,
         wide_activation_bytes=(long.wide_bytes - short.wide_bytes) / num_tokens,
         num_in_experts=sum(p.numel() for p in long.in_experts),
@@ -240,7 +240,7 @@ class _PartRun:
         self.parameters = list({id(p): p for module, *_ in self._modules for p in module.parameters()}.values())
         inner = [m for module, *_ in self._modules for m in module.modules()]
         self.quantised = list({id(m.weight): m for m in inner if type(m) is QuantisedLinear}.values())
-        self.num_packed = sum(weight.num_weights - weight.weight.numel() for weight in self.quantised)
+        self.num_packed = sum(linear.num_weights - linear.weight.numel() for linear in self.quantised)
         self.itemsize = next(p.dtype.itemsize for p in self.parameters if p.is_floating_point())
         experts = [expert for module, *_ in self._modules for _, expert in expert_modules(module)]
         self.num_experts = max((int(expert.num_experts) for expert in experts), default=0)

@@ -164,7 +164,7 @@ class MeasuringTeams:
         everyone = ranks.world.gather((team, socket.gethostname()))
         hosts = [host for _, host in everyone]
         here = {hosts[rank] for rank in team}
-        teams = tuple(dict.fromkeys(team for team, _ in everyone if {hosts[rank] for rank in team} == here))
+        teams = tuple(dict.fromkeys(other for other, _ in everyone if {hosts[rank] for rank in other} == here))
         if not deals:
             return cls(ranks.world, ((ranks.world.rank,),), 0)
         return cls(ranks.world, teams, teams.index(team))

@@ -175,8 +175,8 @@ class _SliceComparison:
         parts = self._run(layer, again, slices, self._tokens)
         bound = max(whole.bound, parts.bound)
         self._check_draws(layer, whole, parts)
-        each_part = [*zip(*parts.outputs, strict=True)]
-        dims = [_cut_dim(tensor, parts, bound) for tensor, parts in zip(outputs, each_part, strict=True)]
+        by_output = zip(outputs, zip(*parts.outputs, strict=True), strict=True)
+        dims = [_cut_dim(tensor, of_slices, bound) for tensor, of_slices in by_output]
         known = [None if dim is False else dim for dim in dims]
         what = "outputs" if False in dims else "" if self._same_gradients(whole, parts, known, bound) else "gradients"
         if what and not (parts.is_opaque and trial.training):

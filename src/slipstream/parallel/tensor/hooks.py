@@ -101,9 +101,9 @@ class RegionHooks:
         return output
 
     def _before_column(self, _module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        spread = args[0] if self._scatters else self._copy(args[0])  # the gather's backward adds gradients up
+        inputs = args[0] if self._scatters else self._copy(args[0])  # the gather's backward adds gradients up
         self._whose.switch(is_own=True)
-        return (spread, *args[1:])
+        return (inputs, *args[1:])
 
     def _gather_features(self, _module: nn.Module, _args: Any, output: Tensor) -> Tensor:
         last = output.dim() - 1

@@ -370,13 +370,13 @@ def _is_direct(region: str, styles: Mapping[str, TensorStyle], whole: set[str]) 
 
 def _name_of(model: nn.Module, wanted: Any, names: Sequence[str], role: str) -> str:
     """Returns the name of the embedding or the head among the modules outside the layers."""
-    name_ = next((name for name in names if wanted is not None and model.get_submodule(name) is wanted), None)
-    if name_ is None:
+    chosen = next((name for name in names if wanted is not None and model.get_submodule(name) is wanted), None)
+    if chosen is None:
         raise SlipstreamError(
             f"the {role} of {type(model).__name__} is not among {', '.join(names) or 'its modules'}, so tensor ranks "
             "can't share its vocabulary. Train with tp=1."
         )
-    return name_
+    return chosen
 
 
 _NUM_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")

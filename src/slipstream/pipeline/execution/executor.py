@@ -285,16 +285,16 @@ class Executor:
             if stage.has_loss:
                 state.loss_gradients.pop(m, None)
         # taken out, as W may hold the graph that left them
-        in_place = with_zeros(state.input_gradients.pop(key, {}), self._messages.specs(Op.RECV_F, key), self._device)
+        of_inputs = with_zeros(state.input_gradients.pop(key, {}), self._messages.specs(Op.RECV_F, key), self._device)
         if begun:
-            keep_apart(begun, (*gradients, *in_place, *factors_of(deferred or ())))
-        return in_place
+            keep_apart(begun, (*gradients, *of_inputs, *factors_of(deferred or ())))
+        return of_inputs
 
     def _compute_input_gradients(self, key: SliceKey, gradients: Tensors) -> Tensors:
         with defer_weight_gradients() as work:
-            found = self._compute_backward(key, gradients, work)
+            input_gradients = self._compute_backward(key, gradients, work)
         self._state.weights[key] = work
-        return found
+        return input_gradients
 
     def _backward_weights(self, step: ProgramStep) -> None:
         """Runs W: adds the weight gradients that I has left."""

@@ -116,9 +116,9 @@ class _LayerBench:
         add_weight_gradients_in_place(self._module)
         with torch.no_grad():  # keys and values of all tokens
             outputs = [as_tuple(self._call(inputs, span)) for inputs, span in zip(given, tokens, strict=True)]
-        for point, (inputs, span) in enumerate(zip(given, tokens, strict=True)):
+        for place, (inputs, span) in enumerate(zip(given, tokens, strict=True)):
             for op, seconds in self._shortest(inputs, span).items():
-                times[op][point] = seconds
+                times[op][place] = seconds
         given[:] = outputs
         return times
 
@@ -209,8 +209,8 @@ class SequenceUnits:
             times = [of_layer[op] for of_layer in self.measured.times]
             whole = np.array([seconds[0] if index < cut else 0.0 for index, seconds in enumerate(times)])
             sliced = [np.zeros(3)] * min(cut, len(times))
-            for points in times[cut:]:
-                sliced.append(fit_slice_times([(*p, s) for p, s in zip(self.measured.points, points, strict=True)]))
+            for seconds in times[cut:]:
+                sliced.append(fit_slice_times([(*p, s) for p, s in zip(self.measured.points, seconds, strict=True)]))
             fits[op] = whole, np.array(sliced)
         return fits
 

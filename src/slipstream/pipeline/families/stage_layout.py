@@ -57,8 +57,8 @@ class StageLayout:
 
     @cached_property
     def with_all_backwards(self) -> StageLayout:
-        """The same with backwards of frozen stages, which hold at least as much: so the memory of rows in any order is
-        counted."""
+        """The same with backwards of frozen stages, which hold at least as much: memory of rows in any order is counted
+        with them."""
         return replace(self, num_frozen_stages=0) if self.num_frozen_stages else self
 
     @cached_property

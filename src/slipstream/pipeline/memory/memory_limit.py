@@ -104,16 +104,17 @@ class MemoryLimit:
 
     def _memory(self, step: RehearsedStep, has_lengths: bool = False) -> tuple[RankMemory, ...]:
         if has_lengths and self.rows is not None:
-            slices = [part.slices for part in step.microbatches]
+            slices = [microbatch.slices for microbatch in step.microbatches]
             with suppress(SlipstreamError):  # an action that wasn't rehearsed with other rows
                 return self.rows.order_bytes(step.schedule, slices).memory(self._frees_late)
         alike = len(step.microbatches) == 1
-        for index, part in enumerate(step.microbatches):
-            table = self._tables.get(_key(part))
+        for index, microbatch in enumerate(step.microbatches):
+            key = _key(microbatch)
+            table = self._tables.get(key)
             if table is None or not _covers(table, step.schedule, None if alike else index):
                 earlier = [] if table is None else [table]
-                self._tables[_key(part)] = _merged([*earlier, *self._ranks.pipeline.gather(rehearse(step, index))])
-        tables = [self._tables[_key(part)] for part in step.microbatches]
+                self._tables[key] = _merged([*earlier, *self._ranks.pipeline.gather(rehearse(step, index))])
+        tables = [self._tables[_key(microbatch)] for microbatch in step.microbatches]
         _forget_oldest(self._tables, _MOST_TABLES)
         return memory_of(step.schedule, tables[0] if alike else tables, self._frees_late)
 

@@ -154,7 +154,7 @@ def plan_start(
         say(f"ranks that share slices: {', '.join(texts)}")
     if refusal is not None and not plans:
         raise refusal
-    return min(plans, key=lambda found: found[0].seconds)
+    return min(plans, key=lambda pair: pair[0].seconds)
 
 
 def _plan(
