@@ -155,9 +155,7 @@ class Executor:
         self._stopwatch.record(step.action, began)
 
     def _send(self, step: ProgramStep) -> None:
-        began = self._stopwatch.mark()
-        self._messages.send(step)
-        self._stopwatch.record(step.action, began)
+        self._timed(self._messages.send, step)
 
     def _post_receive(self, step: ProgramStep) -> None:
         self._messages.post_receive(step)
@@ -175,10 +173,7 @@ class Executor:
     def _forward(self, step: ProgramStep) -> None:
         """Runs F: takes the inputs, computes, and hands on the outputs, or spreads the input of the head."""
         stage, inputs = self._stages[step.action.stage], self._inputs(step)
-        compute = partial(self._compute_forward, step)
-        began = self._stopwatch.mark()
-        outputs = compute(inputs) if self._run is None else self._run(step.action, inputs, compute)
-        self._stopwatch.record(step.action, began)
+        outputs = self._timed_run(step, inputs, partial(self._compute_forward, step))
         if not step.trains:
             outputs = copied_from_messages(outputs, inputs)
             self._messages.release(step)

@@ -107,7 +107,7 @@ class SpreadHeadActions:
         incoming = self.messages.incoming(action)
         parts = [RowSoftmax(*self.messages.take(message)) for message in incoming]
         began = self._stopwatch.mark()
-        combined = combine(parts, self._targets(action), self._scale)
+        combined = combine(parts, self._targets(action), self._state.batch.loss_weight)
         self._state.loss += combined.total
         self._state.count += combined.num_valid
         self._stopwatch.record(action, began)
@@ -122,15 +122,11 @@ class SpreadHeadActions:
         (message,) = self.messages.incoming(action)
         (logsumexp,) = self.messages.take(message)
         hidden, part, came = self._parts.pop(key_of(action))
-        began = self._stopwatch.mark()
-        self._rows(action.stage).add_gradients(hidden, self._targets(action), part, logsumexp, self._scale)
+        began, weight = self._stopwatch.mark(), self._state.batch.loss_weight
+        self._rows(action.stage).add_gradients(hidden, self._targets(action), part, logsumexp, weight)
         self._stopwatch.record(action, began)
         self.messages.release(came)
         self.messages.release(message)
-
-    @property
-    def _scale(self) -> float:
-        return self._state.batch.loss_scale / self._state.batch.divisor
 
     def _rows(self, stage: int) -> HeadRows:
         rows = self._stages[stage].vocabulary

@@ -78,16 +78,14 @@ class LinearMemoryModel:
             firsts.append(self._firsts.get(key, np.full(3, np.nan)))
         coefficients = np.array([[*fit, first] for fit, first in zip(fits, firsts, strict=True)])[like]
         leaves, peaks, first = np.einsum("akf,fa->ka", coefficients, features[:, arrays.slices])
-        num_tokens, is_last = (
-            np.array([value(row) for row in slices])[arrays.microbatch] for value in (sum, lambda row: len(row) - 1)
-        )
-        context, gradients = (
+        num_tokens = np.array([sum(row) for row in slices])[arrays.microbatch]
+        is_last = arrays.slice == np.array([len(row) - 1 for row in slices])[arrays.microbatch]
+        context, context_gradients = (
             np.array([rates.get(g, 0.0) for g in range(schedule.num_stages)])[stage] * num_tokens
             for rates in (self._context, self._context_gradients)
         )
-        is_last = arrays.slice == is_last
         backward = (op == NUMBERS[Op.B]) | (op == NUMBERS[Op.I])
-        made = context * ((op == NUMBERS[Op.F]) & (arrays.slice == 0)) + gradients * (backward & is_last)
+        made = context * ((op == NUMBERS[Op.F]) & (arrays.slice == 0)) + context_gradients * (backward & is_last)
         return OrderBytes(
             arrays,
             lowered=order if order.is_lowered else None,
@@ -95,7 +93,7 @@ class LinearMemoryModel:
             peaks=peaks + made,
             first=np.where(is_last, first + made, np.nan),
             context=context,
-            context_gradients=gradients,
+            context_gradients=context_gradients,
             payload=self._message * lengths,
             buffers={op: size @ features for op, size in self._buffers.items()},
             w_shares=np.full(len(lengths), any(self._any.w_shares.values())),
