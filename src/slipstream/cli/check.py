@@ -135,16 +135,16 @@ def _rows(report: ModelReport) -> Iterator[tuple[str, str]]:
         yield "dropout", f"{', '.join(report.dropout)}: replayed exactly; other slices draw other numbers"
     if report.max_length:
         yield "longest sequence", f"{report.max_length:,} tokens"
-    if (check := report.self_check) is not None:
-        packed = "of any length" if check.longest_packed == float("inf") else f"up to {check.longest_packed:,} tokens"
+    if (trial := report.self_check) is not None:
+        packed = "of any length" if trial.longest_packed == float("inf") else f"up to {trial.longest_packed:,} tokens"
         yield (
             "packed documents",
-            packed if check.longest_packed else "refused: positions count from the sequence's start",
+            packed if trial.longest_packed else "refused: positions count from the sequence's start",
         )
         yield (
             "token slices",
-            f"exact: largest relative difference {check.output_error:.0e} in outputs, {check.gradient_error:.0e} in "
-            f"gradients ({plural(check.num_layers, 'layer')}, float64, {check.seconds:.1f} s)",
+            f"exact: largest relative difference {trial.output_error:.0e} in outputs, {trial.gradient_error:.0e} in "
+            f"gradients ({plural(trial.num_layers, 'layer')}, float64, {trial.seconds:.1f} s)",
         )
     if report.refusal:
         yield "token slices", f"refused: {report.refusal}"

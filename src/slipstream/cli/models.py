@@ -96,8 +96,8 @@ def evaluate(
     with opened_model(model, remote_code, progress, best) as opened:
         evaluation = evaluate_model(opened, EvaluationRequest(file, seq_len, slice_len, settings, reference), progress)
     if isinstance(evaluation, PairLoss):
-        count = plural(evaluation.num_pairs, "pair")
-        progress.say_result(f"evaluated: {count}, {describe_rewards(evaluation.rewards)}")
+        pairs = plural(evaluation.num_pairs, "pair")
+        progress.say_result(f"evaluated: {pairs}, {describe_rewards(evaluation.rewards)}")
         progress.say_result(f"loss: {evaluation.loss:.4f} per pair")
         return
     progress.say_result(f"evaluated: {plural(evaluation.num_tokens, 'token')}, {evaluation.num_predicted:,} predicted")

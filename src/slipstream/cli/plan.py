@@ -177,14 +177,14 @@ def _run(model: str, cluster: str | None, output: Path, report: Path | None, ove
         adapter = lora_section(model)
         if adapter is not None:
             settings |= _adapter_settings(adapter, model_section(model))
-        plan = find_plan(model, cluster, progress=show, **settings)
-    _print(plan)
-    write_plan_file(plan, model_section(model), output, adapter)
+        best_plan = find_plan(model, cluster, progress=show, **settings)
+    _print(best_plan)
+    write_plan_file(best_plan, model_section(model), output, adapter)
     if report is not None:
         from slipstream.planner.report import write_report
 
-        write_report(plan, report)
-    return plan
+        write_report(best_plan, report)
+    return best_plan
 
 
 def _adapter_settings(section: dict[str, Any], model: dict[str, Any]) -> dict[str, Any]:

@@ -73,11 +73,11 @@ def profile(
         budget=budget,
         parallel=shared,
     )
-    profile = measure_profile(load_model_config(section), settings, ranks, device, shared.degrees)
-    profile.save(output)
+    measured = measure_profile(load_model_config(section), settings, ranks, device, shared.degrees)
+    measured.save(output)
     console = make_console()
-    console.print(_table(profile))
-    for line in _remarks(profile):
+    console.print(_table(measured))
+    for line in _remarks(measured):
         console.print(line, markup=False)
     console.print(f"wrote {output}", markup=False)
 

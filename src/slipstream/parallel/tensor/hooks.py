@@ -119,9 +119,9 @@ class RegionHooks:
     def _before_experts(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Applies f to hidden states and router weights: gradients of both are sums over the ranks' parts of the
         experts."""
-        copied = tuple(map(self._copy, args)), {key: self._copy(value) for key, value in kwargs.items()}
+        arguments = tuple(map(self._copy, args)), {key: self._copy(value) for key, value in kwargs.items()}
         self._whose.switch(is_own=True)
-        return copied
+        return arguments
 
     def _copy(self, value: Any) -> Any:
         """Applies f, once for each tensor, as query, key and value take the same one."""
