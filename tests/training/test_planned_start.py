@@ -252,7 +252,7 @@ def test_replicas_are_planned_together(first_run: Path) -> None:
     assert run.stdout.count("stages on ranks") == 1
     assert path.name in "".join(run.stdout.split())
     plan = yaml.safe_load((first_run / "replicas" / "plan.yaml").read_text())
-    assert plan["parallel"] == {"data": 2}
+    assert plan["parallel"] == {"data": 2, "tensor": 1}
     assert len(losses_of(first_run / "replicas")) == 4
 
 
