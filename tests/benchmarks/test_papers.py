@@ -74,7 +74,7 @@ def test_our_slices_are_predicted_at_least_as_fast() -> None:
     """But for 0.1%: messages travel while ranks compute, which the simulator knows and the search doesn't."""
     for row in TERAPIPE["rows"]:
         assert sum(row["our slices"]) == sum(row["slices"]) == 2048
-        assert row["ours"] <= row["predicted"] * 1.002
+        assert row["ours"] <= row["predicted"] * 1.0015
 
 
 @pytest.mark.parametrize("name", first_of(terapipe.settings(), 3))
