@@ -25,6 +25,7 @@ from slipstream.simulator import UnitCost
 from support.architectures import ARCHITECTURES, BOUND, build, tokens
 from support.exact_steps import sequences_error, step_error
 from support.hybrids import HYBRIDS
+from support.versions import since
 
 
 def one_by_one(num_ranks: int, num_microbatches: int, num_slices: int | list[int]) -> Schedule:
@@ -96,39 +97,38 @@ class PlainSoftmax:
 
 
 def test_an_attention_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is preferred where it takes a slice, of windows and documents too."""
+    """It is preferred where it takes a slice, of windows and documents too; scores that are capped it leaves."""
     monkeypatch.setattr(slice_attention, "BACKENDS", (PlainSoftmax, *slice_attention.BACKENDS))
     monkeypatch.setattr(PlainSoftmax, "num_calls", 0)
     settings: dict[str, Any] = {"slices": [20, 7, 37], "self_check": False}
-    for name in ("llama", "gemma3"):
+    for name in ("llama", "gemma3", "gemma2"):
         assert step_error(build(ARCHITECTURES[name]), tokens(), **settings) < BOUND
     assert sequences_error(build(ARCHITECTURES["llama"]), [30, 9], slices=3, self_check=False) < BOUND
     assert PlainSoftmax.num_calls > 0
 
 
-class UnitState(initial_states.StateAdapter):
-    """The state that RecurrentGemma's unit keeps in an attribute."""
+class OwnMemory(initial_states.StateAdapter):
+    """The three states that a block of xLSTM takes and returns."""
 
     def matches(self, module: Any) -> bool:
-        return hasattr(module, "_rnn_scan")
+        return type(module).__name__ == "xLSTMBlock"
 
-    def run(self, module: Any, forward: Any, *args: Any, **kwargs: Any) -> Tensor:
-        context, call = current_slice(), CarriedState(current_slice().layer, "unit", 0)
-        module.recurrent_states = context.state(call)
-        output: Tensor = forward(*args, **kwargs)
-        context.change_state(call, module.recurrent_states)
-        return output
+    def run(self, module: Any, forward: Any, x: Tensor, *_: Any, **__: Any) -> Any:
+        context = current_slice()
+        calls = [CarriedState(context.layer, "own memory", number) for number in range(3)]
+        states = [context.state(call) for call in calls]
+        output, after = forward(x, None if states[0] is None else tuple(states))
+        for call, state in zip(calls, after, strict=True):
+            context.change_state(call, state)
+        return output, None
 
 
+@since("5.21")
 def test_a_carried_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without an adapter of the unit, the self-check refuses slices; with this one they are exact."""
-    others = [each for each in initial_states.ADAPTERS if not isinstance(each, initial_states.GatedRecurrence)]
+    """Without an adapter of the layer, it is refused in slices; with this one they are exact."""
     settings: dict[str, Any] = {"slices": [20, 7, 69], "self_check": False}
-    monkeypatch.setattr(initial_states, "ADAPTERS", others)
-    try:
-        without = step_error(build(HYBRIDS["recurrent_gemma"]), tokens(length=96), **settings)
-    except SlipstreamError:
-        without = 1.0
-    assert without > BOUND
-    monkeypatch.setattr(initial_states, "ADAPTERS", [*others, UnitState()])
-    assert step_error(build(HYBRIDS["recurrent_gemma"]), tokens(length=96), **settings) < BOUND
+    monkeypatch.setattr(initial_states, "ADAPTERS", [])
+    with pytest.raises(SlipstreamError, match="can't be trained in token slices"):
+        step_error(build(HYBRIDS["xlstm"]), tokens(length=96), **settings)
+    monkeypatch.setattr(initial_states, "ADAPTERS", [OwnMemory()])
+    assert step_error(build(HYBRIDS["xlstm"]), tokens(length=96), **settings) < BOUND

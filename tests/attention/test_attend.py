@@ -23,7 +23,7 @@ from slipstream.attention import (
     slice_attention,
 )
 from slipstream.attention import masks as key_ranges
-from slipstream.attention.backend import AttentionBackend, QueryState, TileGradients
+from slipstream.attention.backend import QueryState
 from slipstream.attention.fused_cuda import PartlyFusedCUDA
 from slipstream.attention.kernel_passes import KeyGradients
 from slipstream.attention.masked_math import MaskedMath
@@ -148,45 +148,6 @@ def test_a_fused_kernel_takes_slices_whole(mask: str, num_whole: int, monkeypatc
     case = make_case((2, 2, 2, 48, 16, 16), first_key, [0, 13, 32, 48], sinks=True)
     assert distance(case.sliced(), case.reference()) < 1e-12
     assert whole.num_calls == num_whole
-
-
-class PlainBackend(AttentionBackend):
-    """A backend of one class, by the formulas above."""
-
-    width_multiple = None
-
-    def __init__(self, site: AttentionSite) -> None:
-        self.site = site
-
-    @classmethod
-    def takes(cls, query: Tensor, value: Tensor, site: AttentionSite) -> bool:
-        return site.ranges.regular is not None
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        mask = self.site.ranges.regular
-        assert mask is not None
-        return PlainKernel().forward(query, key, value, mask, self.site.scale)
-
-    def differentiate(
-        self, queries: QueryState, key: Tensor, value: Tensor, grads: TileGradients
-    ) -> tuple[Tensor, ...]:
-        mask = self.site.ranges.regular
-        assert mask is not None
-        grad_query, (part,) = PlainKernel().backward(queries, key, value, mask, self.site.scale)
-        grads.key.add_(part.key)
-        grads.value.add_(part.value)
-        return (grad_query,)
-
-
-@pytest.mark.parametrize("mask", ["causal", "documents"])
-def test_a_further_backend_takes_what_it_says(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is one class, and one place in the list of preferences."""
-    monkeypatch.setattr(slice_attention, "BACKENDS", (PlainBackend, *slice_attention.BACKENDS))
-    first_key = {"causal": causal(48), "documents": documents(48, [20, 30])}[mask]
-    case = make_case((2, 2, 2, 48, 16, 16), first_key, [0, 13, 32, 48], sinks=True)
-    site = AttentionSite(ContextStore(48), 0, KeyRanges(first_key, 0), scale=0.3)
-    assert PlainBackend.takes(case.query, case.value, site) is (mask == "causal")
-    assert distance(case.sliced(), case.reference()) < 1e-12
 
 
 LENGTH = 700  # with cuts that need several squares and a long past

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from slipstream import Memory, Pipeline, SlipstreamError
-from slipstream.model import causal_cross_entropy, check_sliceable, find_anatomy, initial_states
+from slipstream.model import causal_cross_entropy, check_sliceable, find_anatomy
 from slipstream.model.hooks.crossing_tensors import find_layer_tensors
-from slipstream.model.hooks.slice_cache import CarriedState
-from slipstream.model.hooks.token_slice import current_slice
-from slipstream.model.initial_states import StateAdapter
 from slipstream.model.toy import perturb_parameters, shapes_model
 from slipstream.profile import count_model
 from support.architectures import BOUND, build, gradient_error, llama, no_rounding_inside, tokens, unsplit_step
@@ -70,29 +66,19 @@ def test_gradients_are_those_of_the_unsplit_model(name: str) -> None:
     assert error_of(name) < BOUND
 
 
-class OwnMemory(StateAdapter):
-    """What a further kind of state needs: this class, and its place in the list."""
-
-    def matches(self, module: nn.Module) -> bool:
-        return type(module).__name__ == "xLSTMBlock"
-
-    def run(self, module: Any, forward: Callable[..., Any], x: Tensor, *_: Any, **__: Any) -> Any:
-        context = current_slice()
-        calls = [CarriedState(context.layer, "own memory", number) for number in range(3)]
-        states = [context.state(call) for call in calls]
-        output, after = forward(x, None if states[0] is None else tuple(states))
-        for call, state in zip(calls, after, strict=True):
-            context.change_state(call, state)
-        return output, None
-
-
 @since("5.21")
-def test_a_further_state_is_one_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(initial_states, "ADAPTERS", [OwnMemory()])
-    assert error_of("xlstm", self_check=False) < BOUND
-    monkeypatch.setattr(initial_states, "ADAPTERS", [])
-    with pytest.raises(SlipstreamError, match="can't be trained in token slices"):
-        error_of("xlstm", self_check=False)
+def test_a_state_without_its_gradient_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slipstream.attention.store._add_gradient", lambda *_: None)
+    assert error_of("lfm2", self_check=False) > 1e-4
+
+
+def test_prefixes_without_their_gradients_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    def only_own(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.store.finish(ctx.call, ctx.ranges)
+        return *(each[:, :, ctx.ranges.start :] for each in gradients), None, None, None
+
+    monkeypatch.setattr("slipstream.attention.slice_attention._Prefix.backward", only_own)
+    assert error_of("gptj", self_check=False) > 1e-4
 
 
 @pytest.mark.parametrize(

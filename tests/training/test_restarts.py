@@ -16,6 +16,7 @@ from slipstream.train.comparison import compare, steps_of
 from slipstream.train.config import Config, parse_config
 from slipstream.train.folder_lock import FolderLock
 from slipstream.train.run_folder import RunFolder
+from workers.training.lost_folder import Tokenizer, export
 
 
 def config_of(output: Path, **settings: object) -> Config:
@@ -113,22 +114,8 @@ def test_it_goes_on_with_those_that_are_left(tmp_path: Path, monkeypatch: pytest
     assert config.folder.lost.exists() == bool(reason)
 
 
-class Tokenizer:
-    def save_pretrained(self, folder: Path) -> None:
-        (folder / "tokenizer.json").write_text("{}")
-
-
 class KilledError(BaseException):
     pass
-
-
-def write_export(run: RunFolder, text: str) -> None:
-    """What `export` does on the leader, where the pipeline writes one file."""
-    part, before = run.work / "model.part", run.work / "model.before.part"
-    run_results._clear(part, before)
-    part.mkdir()
-    (part / "config.json").write_text(text)
-    run_results._complete(run, part, before, run.model, trusts_code=False)
 
 
 @pytest.mark.parametrize("moment", ["load_tokenizer", "shutil.rmtree"])
@@ -137,7 +124,7 @@ def test_wherever_it_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     run, lock = RunFolder(tmp_path), FolderLock(tmp_path, pytest.fail)
     lock.take()
     run.inputs.mkdir(parents=True)  # where the tokenizer is
-    write_export(run, "first")
+    export(run, "first")
     assert run.listed.is_itemised(run.model)
 
     def kill(*given: Any, **_: Any) -> None:
@@ -147,12 +134,12 @@ def test_wherever_it_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     with monkeypatch.context() as patched:
         patched.setattr(f"slipstream.train.run_results.{moment}", kill)
         with pytest.raises(KilledError):
-            write_export(run, "second")
+            export(run, "second")
     assert (run.model / "config.json").read_text() in ("first", "second")
     lock.release()
     assert run.find_unlisted(adopts_checkpoints=False) is None
     with FolderLock(tmp_path, pytest.fail):
-        write_export(run, "third")
+        export(run, "third")
     assert (run.model / "config.json").read_text() == "third"
     assert run.exports() == [run.model]
     assert run.listed.is_itemised(run.model)

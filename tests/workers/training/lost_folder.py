@@ -41,6 +41,7 @@ def save(run: RunFolder, step: int, text: str) -> None:
 
 
 def export(run: RunFolder, text: str) -> None:
+    """Writes an export as the leader does, where the pipeline writes one file."""
     part, before = run.work / "model.part", run.work / "model.before.part"
     run_results._clear(part, before)
     part.mkdir()
