@@ -1,4 +1,4 @@
-"""What each process of test_checkpoint_processes runs."""
+"""What each process of test_checkpoint_boxes runs."""
 
 from __future__ import annotations
 

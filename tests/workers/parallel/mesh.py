@@ -1,4 +1,4 @@
-"""What each of four processes of test_mesh runs: what meshes promise in addition to equal gradients."""
+"""What each of four processes of test_meshes runs: what meshes promise in addition to equal gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each process of test_zero3 runs: FSDP2 alone, and a Pipeline whose parameters FSDP2 shards."""
+"""What each process of test_meshes runs: FSDP2 alone, and a Pipeline whose parameters FSDP2 shards."""
 
 from __future__ import annotations
 

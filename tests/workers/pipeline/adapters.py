@@ -1,4 +1,4 @@
-"""Each process of test_adapter_processes: two ranks of a pipeline, then two replicas, then with a sharded optimizer."""
+"""Each process of test_adapters: two ranks of a pipeline, then two replicas, then with a sharded optimizer."""
 
 from __future__ import annotations
 

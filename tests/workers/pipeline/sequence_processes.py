@@ -1,4 +1,4 @@
-"""What each process of test_sequence_processes runs: steps of a sequence, compared with one process."""
+"""What each process of test_sequence runs: steps of a sequence, compared with one process."""
 
 from __future__ import annotations
 

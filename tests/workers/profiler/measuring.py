@@ -1,4 +1,4 @@
-"""What each process of test_measuring_teams runs: a profile, of which it says what this rank ran and what it found."""
+"""What each process of test_measurement_run runs: a profile, of which it says what this rank ran and what it found."""
 
 from __future__ import annotations
 

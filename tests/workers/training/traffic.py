@@ -1,4 +1,4 @@
-"""What each of the two processes of test_traffic runs: collectives of two groups, and what they sent."""
+"""What each of the two processes of test_metrics runs: collectives of two groups, and what they sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each process of test_trainer_meshes: meshes train one after another, from the beginning or from a checkpoint on."""
+"""Each process of test_trainer_checkpoints: meshes train one after another, from the beginning or a checkpoint on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each of two processes of test_trainer_processes: two stages, then two replicas."""
+"""Each of two processes of test_trainer_checkpoints: two stages, then two replicas."""
 
 from __future__ import annotations
 
