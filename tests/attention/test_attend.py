@@ -165,11 +165,12 @@ MASKS = {
     ids=str,
 )
 def test_every_dtype_at_real_tile_sizes(mask: str, dtype: torch.dtype, bound: float) -> None:
-    first_key = MASKS[mask]
-    case = make_case((1, 4, 2, LENGTH, 16, 16), first_key, [0, 20, 350, LENGTH], dtype, sinks=True)
-    sliced = case.sliced()
-    assert {t.dtype for t in sliced} == {dtype}
-    assert distance(sliced, case.reference()) < bound
+    for softcap in (None, 5.0):  # with one, by masked math
+        shape, cuts = (1, 4, 2, LENGTH, 16, 16), [0, 20, 350, LENGTH]
+        case = make_case(shape, MASKS[mask], cuts, dtype, sinks=True, softcap=softcap)
+        sliced = case.sliced()
+        assert {t.dtype for t in sliced} == {dtype}
+        assert distance(sliced, case.reference()) < bound
 
 
 def test_inputs_and_gradients_may_have_any_layout() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Sequence
 from itertools import combinations, pairwise
@@ -69,6 +70,14 @@ def test_balance_for_a_flush_against_every_partition() -> None:
     assert num_better >= 3
 
 
+def test_cells_stay_whole() -> None:
+    from benchmarks.gpipe.balance import between_cells
+
+    cells = ["stem", *["cell0"] * 3, *["cell1"] * 2, "classify"]
+    assert between_cells(cells)([1, 1, 1, 1, 4, 4, 1], 2) == [4, 3]
+    assert partition_layers([1, 1, 1, 1, 4, 4, 1], 2) == [5, 2]
+
+
 def test_equal_stages_take_the_bubbles_bound() -> None:
     """Normalised over K=2 and M=1, equal layers give K M / (M + K - 1) where nothing is recomputed."""
     from benchmarks.gpipe.layer_times import LayerTime, Times
@@ -127,6 +136,42 @@ def test_counted_memory_leaves_out_a_trace() -> None:
         assert memory.peak == 0
         kept = torch.zeros(1000)
         assert memory.peak == kept.nbytes
+
+
+def test_the_fit_finds_what_it_is_made_from() -> None:
+    from benchmarks.gpipe.memory_fit import TERMS, fit
+
+    rows = []
+    for recompute, terms in TERMS.items():
+        for k in (2, 4):
+            for m in (1, 4, 16):
+                for layers in (8, 32):
+                    row = {"K": k, "M": m, "L": layers, "N": 64, "recompute": recompute}
+                    size = sum((i + 1) * 1000 * term(row) for i, term in enumerate(terms.values()))
+                    rows.append(row | {"activations": [size, size / 2]})
+    for recompute, found in fit(rows).items():
+        assert list(found["bytes"].values()) == pytest.approx([1000 * (i + 1) for i in range(len(TERMS[recompute]))])
+        assert found["worst error"] < 1e-9
+
+
+def test_the_largest_that_fits() -> None:
+    from benchmarks.gpipe.memory import largest
+
+    for limit in (0, 1, 3, 4, 5, 17):
+        assert largest(lambda size, limit=limit: size <= limit, guess=4) == limit
+
+
+def test_an_interval_of_ratios() -> None:
+    from benchmarks.gpipe.peers import interval
+
+    mean, low, high = interval([1.0, 1.0, 1.0, 1.0])
+    assert (mean, low, high) == (1, 1, 1)
+    draw = random.Random(1)
+    values = [math.exp(draw.gauss(0.1, 0.02)) for _ in range(40)]
+    mean, low, high = interval(values)
+    assert low < mean < high
+    assert low < math.exp(0.1) < high
+    assert high / low == pytest.approx(math.exp(2 * 1.96 * 0.02 / math.sqrt(40)), rel=0.01)
 
 
 def test_the_targets_are_reached() -> None:

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 from benchmarks.__main__ import FOLDER, ON_REQUEST, TRIALS, first_line
-from benchmarks.auto_grid import ALONE, AUTO, judged, row_of
+from benchmarks.auto_grid import ALONE, AUTO, best_of, judged, row_of
 from benchmarks.auto_grid_models import DEFAULT, MODELS, grid
+from benchmarks.auto_planned import COMPARED, row
 from benchmarks.contenders import OwnReport, PlannedStep
 from benchmarks.harness import interleaved
 from benchmarks.isolated import Contender
@@ -70,6 +71,22 @@ def test_a_grid_has_many_settings_that_fit_the_model(name: str) -> None:
         partition, slices = each.get("partition", "auto"), each["slices"]
         assert partition == "auto" or (sum(partition) == model.num_layers and len(partition) % 2 == 0)
         assert isinstance(slices, int) or sum(slices) == model.length
+
+
+def test_a_quick_screening_times_each_setting_once_and_leaves_more_to_the_rounds() -> None:
+    names = [name for name in grid(MODELS["deep"]) if not name.startswith("auto")]
+    found = {name: {"seconds": float(index)} for index, name in enumerate(names)}
+    for quick, steps, best in ((False, 2, 4), (True, 1, 6)):
+        row = row_of("deep", {}, quick) | {"grid": found}
+        assert row["screening"] == {"timed steps": steps, "best": best}
+        assert [*best_of(MODELS["deep"], row)] == names[:best]
+
+
+def test_errors_of_starts_do_not_cancel() -> None:
+    found = row("deep", [{"planned over measured": ratio} for ratio in (0.98, 1.02, 1.0)])
+    assert found["planned over measured"] == 1.0
+    assert found["mean error"] == pytest.approx(0.04 / 3)
+    assert found["tokens"] == COMPARED["deep"].length
 
 
 def test_auto_is_judged_by_medians_of_all_rounds() -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import random
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -16,7 +19,7 @@ from benchmarks.soak.faults import KINDS, Fault, is_named
 from benchmarks.soak.page import BEGIN, END, PAGE, records, text_of
 
 from support.paths import ROOT, with_path
-from support.timeouts import LIMIT
+from support.timeouts import LIMIT, SOON
 
 HOSTS = ["node0", "node0", "node1", "node2"]
 GONE = "rank 2 (node1, process 7) has ended without a word: it was killed, or crashed; in step 3"
@@ -92,6 +95,47 @@ def hosts() -> Iterator[Hosts]:
         pytest.skip(f"no hosts can be made on this machine: {error}")
     yield made
     made.close()
+
+
+@pytest.mark.more
+@pytest.mark.skipif(sys.platform != "linux", reason="hosts are network namespaces")
+def test_a_switch_delays_holds_up_corrupts_and_cuts(hosts: Hosts) -> None:
+    switch = hosts.switch
+    assert switch is not None
+    listening = hosts.inside(0, lambda: socket.create_server((hosts.addresses[0], 0)))
+    port = listening.getsockname()[1]
+    near = hosts.inside(1, lambda: socket.create_connection((hosts.addresses[0], port), SOON))
+    far = listening.accept()[0]
+    line = b'{"silent": 1}\n'
+    with closing(listening), closing(near), closing(far):
+        far.settimeout(SOON)
+
+        def passed() -> bytes:
+            near.sendall(line)
+            data = b""
+            while len(data) < len(line):
+                data += far.recv(65536)
+            return data
+
+        assert passed() == line
+        switch.delay = 0.2
+        began = time.monotonic()
+        assert passed() == line
+        assert time.monotonic() - began > 0.19
+        switch.delay, switch.stalls = 0.0, 1.0
+        assert passed() == line
+        assert switch.num_stalled >= 1  # TCP may send it once more meanwhile
+        switch.stalls, switch.corrupts_at = 0.0, port
+        assert passed() == b'si{"lent": 1}\n'
+        assert passed() == line
+        switch.cut = {1}
+        near.sendall(line)
+        far.settimeout(1)
+        with pytest.raises(TimeoutError):
+            far.recv(1)
+        switch.cut = set()
+        far.settimeout(SOON)
+        assert far.recv(65536) == line  # TCP sends it once more
 
 
 @pytest.mark.grid

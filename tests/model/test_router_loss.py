@@ -85,6 +85,11 @@ def test_replicas_of_two_stages(replicas: CompletedProcess[str], case: str) -> N
     assert f"passed {case}\n" in replicas.stdout, replicas.stderr[-3000:]
 
 
+def test_sums_without_their_gradient_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slipstream.attention.store._add_gradient", lambda *_: None)
+    assert error_of(mixture("mixtral"), slices=3, self_check=False) > 1e-4
+
+
 def test_what_is_refused() -> None:
     mixtral = mixture("mixtral").config
     unchecked = slipstream.Runtime(self_check=False)

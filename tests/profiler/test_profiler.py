@@ -92,6 +92,13 @@ def test_the_bytes_of_a_layers_actions() -> None:
     assert all(0 <= found.peaks[op] <= twice.peaks[op] for op in OPS)
 
 
+def test_context_bytes_are_keys_values_and_their_gradients() -> None:
+    settings = ProfileSettings(seq_len=64, microbatch_size=3, dtype="bfloat16")
+    (bench,) = benches(llama(), settings, [range(1, 3)])
+    elements = 2 * 3 * 2 * 2 * 8  # layers, rows, K and V, heads, width
+    assert bench.context_bytes() == (2 * elements, 4 * elements)  # gradients are summed in float32
+
+
 def test_slices_run_again_after_any_context() -> None:
     """In any order, as often as one likes; what a slice reads is the context that was asked for."""
     (bench,) = benches(llama(), SETTINGS, [range(1, 2)])

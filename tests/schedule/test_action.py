@@ -77,6 +77,8 @@ rank 0: 0F0.0 0F0.1 0B0.1 0B0.0
 rank 1: 1F0.0 1F0.1 1B0.1 1B0.0"""
     assert str(schedule) == text
     assert Schedule.parse(text) == Schedule.parse(text + "\n") == schedule
+    empty_rank = Schedule("one stage, two ranks", ((Action(Op.F, 0),), ()), (0,), 1, 1)
+    assert Schedule.parse(str(empty_rank)) == empty_rank
 
 
 @pytest.mark.parametrize(

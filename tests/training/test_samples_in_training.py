@@ -12,12 +12,23 @@ from slipstream.errors import SlipstreamError
 from slipstream.extras.run_page.run_record import read_run
 from slipstream.extras.run_page.sections import run_sections
 from slipstream.train.config.run_config import parse_config
+from support.parameters import first_of
 from support.tiny_training import metrics_of, run_training, tiny_training
 
+HYBRID = {
+    "model_type": "qwen3_5_text",
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
 
-def settings(folder: Path) -> dict[str, object]:
+
+def settings(folder: Path, **model: object) -> dict[str, object]:
     (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 60)
-    found = tiny_training(5, 0, initializer_range=0.1)
+    found = tiny_training(5, 0, initializer_range=0.1, **model)
     found["data"]["files"] = [str(folder / "text.txt")]
     found["pipeline"] |= {"num_microbatches": 2}
     found["training"] |= {"export_every": 2, "output": str(folder / "run")}
@@ -26,9 +37,10 @@ def settings(folder: Path) -> dict[str, object]:
     return found
 
 
-def test_a_sample_is_what_the_export_of_its_step_continues(tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", first_of([{}, HYBRID]), ids=["llama", "hybrid"])
+def test_a_sample_is_what_the_export_of_its_step_continues(tmp_path: Path, model: dict[str, object]) -> None:
     run = tmp_path / "run"
-    ended = run_training(2, run, settings(tmp_path))
+    ended = run_training(2, run, settings(tmp_path, **model))
     samples = [line for line in metrics_of(run) if "sample" in line]
     assert [line["step"] for line in samples] == [2, 4]
     for line in samples:

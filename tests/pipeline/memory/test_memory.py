@@ -238,6 +238,14 @@ def test_processes() -> None:
     assert ended.returncode == 0, ended.stderr[-3000:]
 
 
+@pytest.mark.grid
+@pytest.mark.usefixtures("compiled_search")
+def test_processes_hold_less_than_a_limit() -> None:
+    """From the first step on, as another meter counts than the one that rehearses."""
+    ended = launch(2, WORKER, "limit")
+    assert ended.returncode == 0, ended.stderr[-3000:]
+
+
 def test_rehearsing_leaves_gradients_as_they_were() -> None:
     pipe = make_pipe(ARCHITECTURES["llama"], slices=4)
     inputs = tokens()

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from slipstream import Memory, Pipeline, Runtime, SlipstreamError
 from slipstream.cost import Profile, StateBytes
+from slipstream.parallel import Ranks
 from slipstream.pipeline.batch import Batch
 from slipstream.pipeline.pipeline_options import ExpectedBatch
 from slipstream.pipeline.tuning import StartRequest, start_plan
@@ -60,6 +61,16 @@ def test_no_slice_is_longer_than_what_the_time_sufficed_to_measure(monkeypatch: 
     plan = planned().plan
     assert plan is not None
     assert max(plan.slices) <= 16
+
+
+@pytest.mark.grid
+def test_what_it_does_is_told_now_and_then() -> None:
+    said: list[str] = []
+    request = StartRequest(LENGTH, 1, 1, 2, "float32")
+    start_plan.plan_start(llama(), request, Ranks.of(), torch.device("cpu"), said.append, every=0.0)
+    text = " ".join(said)
+    assert "measuring what the model's parts cost: " in text
+    assert "searching for the best plan: " in text
 
 
 @pytest.mark.more
