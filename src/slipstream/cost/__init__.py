@@ -13,7 +13,6 @@ from slipstream.cost.profile import (
     ModelIdentity,
     Profile,
     load_profile,
-    processor_name,
 )
 from slipstream.cost.sources import (
     AnalyticSource,

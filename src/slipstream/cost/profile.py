@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -46,14 +45,6 @@ class Hardware:
     cores: int
     threads: int  # of a process
     processes: int  # that measured at the same time, as the ranks of a pipeline compute
-
-
-def processor_name() -> str:
-    """Returns the name of this machine's processor."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slipstream.extras.doctor.finding import Check, Finding, error_text, isolated
+from slipstream.processor import processor_name
 from slipstream.units import bytes_text
 from slipstream.version import __version__
 
@@ -143,8 +144,6 @@ def _transformers() -> Finding:
 
 def find_processor(cgroups: Path = CGROUPS) -> Iterator[Finding]:
     """Yields the processor, its cores that this process may use, and the threads that it does."""
-    from slipstream.cost import processor_name  # loads numpy
-
     yield Finding("CPU", processor_name())
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = _quota_in_cores(cgroups)
