@@ -155,7 +155,9 @@ class Executor:
         self._stopwatch.record(step.action, began)
 
     def _send(self, step: ProgramStep) -> None:
-        self._timed(self._messages.send, step)
+        began = self._stopwatch.mark()
+        self._messages.send(step)
+        self._stopwatch.record(step.action, began)
 
     def _post_receive(self, step: ProgramStep) -> None:
         self._messages.post_receive(step)
@@ -173,7 +175,11 @@ class Executor:
     def _forward(self, step: ProgramStep) -> None:
         """Runs F: takes the inputs, computes, and hands on the outputs, or spreads the input of the head."""
         stage, inputs = self._stages[step.action.stage], self._inputs(step)
-        outputs = self._timed_run(step, inputs, partial(self._compute_forward, step))
+        compute = partial(self._compute_forward, step)
+        # Timed here, not by _timed_run, so that a layer's forward has one frame fewer above it.
+        began = self._stopwatch.mark()
+        outputs = compute(inputs) if self._run is None else self._run(step.action, inputs, compute)
+        self._stopwatch.record(step.action, began)
         if not step.trains:
             outputs = copied_from_messages(outputs, inputs)
             self._messages.release(step)
