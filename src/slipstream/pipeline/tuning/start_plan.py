@@ -108,11 +108,13 @@ class StartRequest:
     def profile(self) -> ProfileSettings:
         """The settings of the measurement for the plan."""
         seq_len, step = self.longest or self.seq_len, self.granularity
+        # Fewer whole sequences than ranks leave some of these idle, so that half of one is the longest slice to know.
+        are_cut = self.num_microbatches < self.num_ranks
         return ProfileSettings(
             seq_len=seq_len,
             microbatch_size=self.microbatch_size,
             dtype=self.dtype,
-            longest_slice=max(step, seq_len // 2 // step * step),
+            longest_slice=max(step, seq_len // 2 // step * step) if are_cut else seq_len,
             granularity=step,
             repeats=_REPEATS,
             budget=_BUDGET,
