@@ -56,10 +56,6 @@ class TokenExchange(Protocol):
         """Returns the sums over the ranks of gradients (B,Hkv,n,D), for this rank's tokens alone. Collective."""
         ...
 
-    def own_gradient(self, gradient: Tensor) -> Tensor:
-        """Returns the gradient of this rank's output, zeros where it has no tokens and computes one for nothing."""
-        ...
-
     def sum(self, each: Tensor) -> Tensor:
         """Returns the sum of the ranks' tensors, each with the gradient of the sum. Collective."""
         ...

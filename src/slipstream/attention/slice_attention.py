@@ -126,7 +126,6 @@ class _SliceAttention(torch.autograd.Function):
         site: AttentionSite = ctx.site
         here, exchange = site.here, site.exchange
         keys, values, grad_keys, grad_values = site.store.context(site.call, site.ranges)
-        grad_output = grad_output if exchange is None else exchange.own_gradient(grad_output)
         if not grad_output.transpose(1, 2).is_contiguous():  # as other tensors are; once, not for every rectangle
             grad_output = grad_output.transpose(1, 2).contiguous().transpose(1, 2)
         queries = QueryState(query, output, logsumexp, grad_output)

@@ -113,10 +113,6 @@ class SliceExchange:
         sums = self._spread_tokens(gradients, self._all_heads(gradients))
         return [_as_long(part, max(1, self._num_own)) for part in sums]
 
-    def own_gradient(self, gradient: Tensor) -> Tensor:
-        """Returns the gradient, zeros where this rank has no tokens."""
-        return gradient if not self.parts or self._num_own else torch.zeros_like(gradient)
-
     def sum(self, each: Tensor) -> Tensor:
         """Returns the sum of the ranks' tensors, each with the gradient of the sum. Collective."""
         return sum_over_ranks(each, self.group) if self.parts else each
