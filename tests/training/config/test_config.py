@@ -63,6 +63,9 @@ def test_experts_are_spread_over_replicas_and_ranks_that_share_slices(path: Path
     assert (shared.mesh_text, shared.num_processes) == ("--pp=1 --dp=1 --cp=2 --tp=1 --ep=2", 2)
     with pytest.raises(SlipstreamError, match=r"experts=4 doesn't divide parallel\.data=1 times parallel\.context=2"):
         load_config(path, [*two, "--ep=4", "--cp=2"])
+    for size in ("0", "auto"):  # and nothing of the replicas, which aren't given
+        with pytest.raises(SlipstreamError, match=rf"^parallel\.experts='?{size}'?: give a whole number from 1$"):
+            load_config(path, [*two, f"--ep={size}"])
 
 
 @pytest.mark.parametrize(

@@ -308,6 +308,13 @@ OTHER_NAMES: Mapping[str, tuple[str, str]] = {
         for each in SHARED_WORK
         for suffix in ("", "_size", "_degree")
     },
+    "tensor_model_parallel_size": ("parallel.tensor", ""),
+    "expert_model_parallel_size": ("parallel.experts", ""),
+    "pipeline_model_parallel_size": ("pipeline.num_ranks", ""),
+    **dict.fromkeys(
+        ("capacity_factor", "expert_capacity_factor", "moe_expert_capacity_factor"),
+        ("", "there is no such setting: no token is dropped, however many choose an expert"),
+    ),
     "data_parallel": ("parallel.data", ""),
     "data_parallel_replicate_degree": ("parallel.data", ""),
     "gradient_checkpointing": ("memory.recompute", ""),

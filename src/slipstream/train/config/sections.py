@@ -122,8 +122,9 @@ class ParallelSection(Parallelism):
 
 def fill_replicas(parallel: dict[str, Any]) -> None:
     """Gives the section replicas over which experts are spread, where it has none that could have them."""
-    if "experts" in parallel and not {"data", "context"} & parallel.keys():
-        parallel["data"] = parallel["experts"]
+    experts = parallel.get("experts")
+    if isinstance(experts, int) and experts > 0 and not {"data", "context"} & parallel.keys():
+        parallel["data"] = experts
 
 
 class TrainingSection(Record):
