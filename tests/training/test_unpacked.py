@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
@@ -179,12 +180,22 @@ def test_a_step_has_as_many_documents_as_fit(by_tokens: Path, text: Path, tmp_pa
     steps, taken = steps_of(by_tokens), 0
     for step in steps:
         number = sequences.num_fitting(taken, 200)
-        assert step["tokens"] == sum(sequences.lengths(taken, number)) <= 200
+        lengths = sequences.lengths(taken, number)
+        assert step["tokens"] == sum(lengths) <= 200
+        assert step["tokens_per_second"] == pytest.approx(sum(lengths) / step["step_seconds"])
+        assert step["model_flops"] == model_flops(lengths)
         taken += number
     assert len({step["tokens"] for step in steps}) > 2
     half_of(by_tokens, tmp_path / "half")
     train(2, tmp_path / "half", text, "--checkpoint.resume=latest", settings=BY_TOKENS)
     assert same_steps(steps_of(tmp_path / "half"), steps[3:])
+
+
+def model_flops(lengths: Sequence[int]) -> float:
+    """The FLOPs of a step of the Llama of four layers: of each token's products, and of the scores in its document."""
+    products = sum(lengths) * (4 * (4 * 32 * 32 + 3 * 32 * 64) + 32 * 300)
+    scores = 4 * 4 * (8 + 8) * sum(length * (length + 1) // 2 for length in lengths)
+    return 3 * 2.0 * (products + scores)
 
 
 @pytest.mark.grid

@@ -183,6 +183,23 @@ def test_a_resumed_run_reads_the_reference(finished: Path) -> None:
         assert np.array_equal(text.values, kept[f"{part}-0"])
 
 
+@pytest.mark.parametrize("loss", ["simpo", "orpo"])
+def test_a_run_without_a_reference_is_resumed_with_the_lengths_of_its_answers(
+    loss: str, finished: Path, file: Path, tmp_path: Path
+) -> None:
+    resumed(begun(finished, tmp_path / "half"), file, f"preference.loss={loss}")
+    config = load_config(finished / "config.yaml", [f"--preference.loss={loss}"])
+    assert config.preference is not None
+    pipe = Pipeline.from_pretrained(finished / "model", num_ranks=1, loss_fn=preference_loss(config.preference))
+    run = RunContext.of(config, pipe.device, Progress(None))
+    first, again = (load_with_reference(run, pipe, resumes=each) for each in (False, True))
+    for part in ("train", "validation"):
+        ((wanted,), (text,)) = first[part], again[part]
+        assert np.array_equal(text.values, wanted.values)
+        answers = text.values if loss == "simpo" else text.values[:, 1]
+        assert [*answers] == [(text.labels_of(document)[1:] != -100).sum() for document in range(text.num_documents)]
+
+
 @pytest.mark.more
 def test_replicas_train_alike(finished: Path, file: Path, tmp_path: Path) -> None:
     train(tmp_path / "run", file, "--pp=1", "--dp=2")

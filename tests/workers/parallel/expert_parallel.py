@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import pairwise
@@ -169,21 +170,34 @@ def in_one_process() -> None:
     exact("qwen3_moe", replicas, schedule="zb-h1", num_ranks=2)
 
 
-@no_rounding_inside()
 def sharded() -> None:
     """Three steps of AdamW give one process's weights, with optimizer state or all of a parameter sharded over the
     ranks that hold it."""
-    for parallel in (Parallelism(), Parallelism(shard="optimizer"), Parallelism(shard="parameters")):
-        pipe = make_pipe(model_of("gpt_oss"), slices=SLICES, mesh=replicas(), parallel=parallel)
-        whole = model_of("gpt_oss")
-        theirs, ours = (torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (whole, pipe))
-        for seed in range(3):
+    three_steps(Parallelism(), 2, 1)
+    three_steps(Parallelism(shard="optimizer"), 1, 2)
+    three_steps(Parallelism(shard="parameters"), 2, 1)
+
+
+@no_rounding_inside()
+def three_steps(parallel: Parallelism, first_ep: int, last_ep: int) -> None:
+    """Two steps, a checkpoint, and a third step by ranks with other experts."""
+    whole, folder = model_of("gpt_oss"), [tempfile.mkdtemp()]
+    theirs = torch.optim.AdamW(whole.parameters(), lr=1e-2)
+    dist.broadcast_object_list(folder)
+    for ep, steps in ((first_ep, range(2)), (last_ep, range(2, 3))):
+        pipe = make_pipe(model_of("gpt_oss"), slices=SLICES, mesh=replicas(ep), parallel=parallel)
+        ours = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
+        if steps.start:
+            pipe.load(folder[0], optimizer=ours)
+        for seed in steps:
             for optimizer in (theirs, ours):
                 optimizer.zero_grad()
             check_step(pipe, whole, *batch(pipe.num_replicas, seed))
             for optimizer in (theirs, ours):
                 optimizer.step()
-        assert state_error(pipe, whole) < 1e-9
+        if not steps.start:
+            pipe.save(folder[0], steps.stop, optimizer=ours)
+    assert state_error(pipe, whole) < 1e-9
 
 
 def state_error(pipe: Pipeline, whole: PreTrainedModel) -> float:
@@ -419,6 +433,7 @@ def four_replicas() -> None:
         exact("qwen3_moe", partial(replicas, ep))
         exact("qwen3_moe", partial(replicas, ep), parallel=Parallelism(shard="optimizer"))
         exact("qwen3_moe", partial(replicas, ep), parallel=Parallelism(shard="parameters"))
+    three_steps(Parallelism(shard="optimizer"), 2, 4)
 
 
 def tensor_ranks() -> None:

@@ -68,6 +68,13 @@ def tensor_ranks() -> None:
     with no_rounding_inside():
         for seed in range(NUM_CASES):
             check(1000 + seed, mesh, 1)
+        pipe = pipeline("llama, tied", mesh, schedule="auto", slices="auto")
+        for lengths in ([9, 40, 3], [25, 25]):  # each step is planned for its own
+            loss, expected = one_by_one("llama, tied", *batch_of(lengths))
+            for parameter in pipe.parameters():
+                parameter.grad = None
+            assert abs(pipe.step(*batch_of(lengths)) - loss) < BOUND, lengths
+            assert error(pipe, expected) < BOUND, lengths
 
 
 def a_batch_that_one_replica_refuses() -> None:
