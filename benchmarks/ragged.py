@@ -36,9 +36,9 @@ from benchmarks.ragged_batches import (
     padded,
 )
 from slipstream import Pipeline, Runtime
-from slipstream.planner.steps import StageRates, StepProblem, find_step_plan
-from slipstream.planner.steps.candidates import SlicedStep
-from slipstream.planner.steps.step_search import lower_bound
+from slipstream.planner.ragged import StageRates, StepProblem, find_step_plan
+from slipstream.planner.ragged.candidates import SlicedStep
+from slipstream.planner.ragged.step_search import lower_bound
 from slipstream.schedule import Op, make_schedule
 from slipstream.simulator import simulate
 from slipstream.timeline import Timeline

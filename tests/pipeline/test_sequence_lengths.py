@@ -17,7 +17,7 @@ from torch import Tensor
 from slipstream import Memory, Pipeline, Runtime, SlipstreamError, make_schedule
 from slipstream.pipeline.batch import Batch
 from slipstream.pipeline.cut_batch import consecutive_groups
-from slipstream.planner.steps import StageRates
+from slipstream.planner.ragged import StageRates
 from slipstream.schedule import validate
 from support.architectures import BOUND, LENGTH, gradient_error, gradients, tokens
 from support.examples import examples

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from slipstream import SlipstreamError, make_schedule
 from slipstream.model import causal_cross_entropy
-from slipstream.planner.steps import StepPlan
+from slipstream.planner.ragged import StepPlan
 from support.architectures import BOUND, gradient_error, gradients
 from support.examples import examples
 from support.forked import launch

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from slipstream import find_order, make_schedule
 from slipstream.model import causal_cross_entropy
-from slipstream.planner.steps import StepPlan
+from slipstream.planner.ragged import StepPlan
 from slipstream.schedule import SCHEDULES, Schedule
 from slipstream.simulator import UnitCost
 from support.architectures import ARCHITECTURES, build, gradients, labels_of, tokens

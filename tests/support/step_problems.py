@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
-from slipstream.planner.steps import StageRates, StepPlan, StepProblem
-from slipstream.planner.steps.candidates import SlicedStep
+from slipstream.planner.ragged import StageRates, StepPlan, StepProblem
+from slipstream.planner.ragged.candidates import SlicedStep
 from slipstream.schedule import SCHEDULES, Op, make_schedule
 
 SHARES = {Op.F: 1.0, Op.B: 2.0, Op.I: 1.2, Op.W: 0.9}

@@ -15,7 +15,7 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from slipstream.errors import SlipstreamError
-from slipstream.planner.steps import StageRates
+from slipstream.planner.ragged import StageRates
 from slipstream.schedule import Op, Schedule
 from slipstream.train.config.run_config import dump_config, load_config, parse_config
 from slipstream.train.data import TokenisedText, WholeDocuments

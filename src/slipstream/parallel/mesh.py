@@ -305,7 +305,7 @@ class Ranks:
                 mine = group
         return mine
 
-    def follow(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         """Returns the leader's value on every rank. Collective."""
         return self.world.gather(value)[0]
 

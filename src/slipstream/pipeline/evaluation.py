@@ -18,7 +18,7 @@ from slipstream.pipeline.batch import Batch, Inputs, Lengths, Rows, padded_as
 from slipstream.pipeline.cut_batch import SplitBatch
 from slipstream.pipeline.execution import TokenOutputs
 from slipstream.pipeline.introspection import PipelineFacts
-from slipstream.planner.steps import StepPlan
+from slipstream.planner.ragged import StepPlan
 
 
 class PipelineEvaluation(PipelineFacts):

@@ -16,7 +16,7 @@ from slipstream.pipeline.families import Balance, ExecutedStep, StageLayout
 from slipstream.pipeline.memory import rehearse
 from slipstream.pipeline.runtime import PipelineRuntime
 from slipstream.planner.joint import JointPlan
-from slipstream.planner.steps import StageRates
+from slipstream.planner.ragged import StageRates
 from slipstream.schedule import Schedule
 from slipstream.simulator import MemoryTable
 from slipstream.timeline import Timeline

@@ -24,8 +24,8 @@ from slipstream.pipeline.pipeline_options import ExpectedBatch, LossFunction, Pi
 from slipstream.pipeline.runtime import PipelineRuntime
 from slipstream.pipeline.saving import PipelineSaving
 from slipstream.pipeline.weights import WeightSource, pretrained_source, with_frozen
+from slipstream.planner.ragged import StageRates, StepPlan
 from slipstream.planner.slicing import BatchSlicing
-from slipstream.planner.steps import StageRates, StepPlan
 from slipstream.schedule import Schedule, SlicedMicrobatch
 
 

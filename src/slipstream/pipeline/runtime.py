@@ -52,7 +52,7 @@ from slipstream.pipeline.step_planning import DifferentLengthsError, StepPlannin
 from slipstream.pipeline.tuning import FirstSteps, HeldBytes, StepSettings, rates_of_rows, with_plan
 from slipstream.pipeline.weights import WeightSource, gather_state, in_memory
 from slipstream.planner.joint import JointPlan, OutOfMemoryError
-from slipstream.planner.steps import StageRates, StepPlan
+from slipstream.planner.ragged import StageRates, StepPlan
 from slipstream.schedule import Schedule, send_windows
 from slipstream.timeline import Timeline
 from slipstream.watchdog import board, watchdog_paused

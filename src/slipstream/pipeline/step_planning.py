@@ -12,7 +12,7 @@ from zlib import crc32
 from slipstream.errors import SlipstreamError
 from slipstream.parallel import Ranks, part_bounds
 from slipstream.pipeline.agreement import CallAgreement
-from slipstream.planner.steps import StepPlan
+from slipstream.planner.ragged import StepPlan
 from slipstream.schedule import Schedule, slice_lengths
 
 _MOST_WAITING = 4  # plans that were prepared, and not asked for yet

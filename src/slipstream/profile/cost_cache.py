@@ -122,7 +122,7 @@ def find_costs(
 def _leaders(mine: Profile, ranks: Ranks) -> Profile:
     """Returns the leader's profile, with the largest disturbance of any rank."""
     disturbed = max(ranks.world.gather(mine.disturbed))
-    leader: Profile = ranks.follow(mine)
+    leader: Profile = ranks.broadcast(mine)
     return replace(leader, disturbed=disturbed)
 
 

@@ -230,7 +230,7 @@ class TimeBudget:
     def within(self, share: float, planned: float = 0.0) -> bool:
         """Returns whether less than this fraction of the budget is spent, and also less than it is planned, in seconds,
         for the rest. Collective: synchronises the ranks."""
-        spent, planned = self.ranks.follow((time.perf_counter() - self._began, planned))
+        spent, planned = self.ranks.broadcast((time.perf_counter() - self._began, planned))
         self.tell()
         return bool(max(spent, planned) < share * self._budget)
 
@@ -264,7 +264,7 @@ class MeasurementRun:
         if self.grid.held_out:
             self._measure_unsteady_again()
         for _ in range(_REFINEMENTS):
-            off = self.budget.ranks.follow(self._off())
+            off = self.budget.ranks.broadcast(self._off())
             if not off or not self.budget.within(1.0):
                 break
             again = self.grid.refine(off, self.benches[0].seq_len)
@@ -352,7 +352,7 @@ class MeasurementRun:
         """Measures points until little is in doubt, as often as is wanted at most."""
         for repeat in range(self.repeats):
             if repeat >= _FEWEST_SAMPLES:
-                points = self.budget.ranks.follow(self._doubtful(points))
+                points = self.budget.ranks.broadcast(self._doubtful(points))
             if not points or (repeat >= _LEAST_REPEATS and not self.budget.within(share)):
                 break
             self._round(points)
@@ -375,7 +375,8 @@ class MeasurementRun:
     def _measure_unsteady_again(self) -> None:
         """Adds samples of the points whose samples differ: few of them, of which one was disturbed, move a fit."""
         for _ in range(_FURTHER_ROUNDS):
-            unsteady = self.budget.ranks.follow([point for point in self.grid.points if self._spread(point) > _STEADY])
+            points = [point for point in self.grid.points if self._spread(point) > _STEADY]
+            unsteady = self.budget.ranks.broadcast(points)
             if not unsteady or not self.budget.within(_GRID_SHARE):
                 break
             self._round(unsteady)
@@ -395,7 +396,7 @@ class MeasurementRun:
         A point's stages are measured one after another on one rank, so that other load on the machine, or a slower
         core, affects all of them alike: parts are differences of stages.
         """
-        warm = self.budget.ranks.follow(self.warm)
+        warm = self.budget.ranks.broadcast(self.warm)
         mine = self.teams.share({point: warm[point[0]] for point in points}, self.rounds)
         self.rounds += 1
         results: list[tuple[int, SlicePoint, dict[Op, float]]] = []

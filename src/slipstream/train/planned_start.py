@@ -17,7 +17,7 @@ from slipstream.pipeline.pipeline_options import ExpectedBatch, PipelineOptions
 from slipstream.pipeline.tuning import is_free
 from slipstream.pipeline.tuning.row_plan import granularity_for
 from slipstream.planner.joint import JointPlan
-from slipstream.planner.steps import StageRates
+from slipstream.planner.ragged import StageRates
 from slipstream.planning.plan_file import partition_setting, plan_text, rounded
 from slipstream.schedule import AUTOMATIC, Schedule, make_schedule, placed_as
 from slipstream.train.config import DECIDED_BY_PLAN, Config

@@ -17,7 +17,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.parallel.gradients import LossScale
 from slipstream.pipeline import Pipeline
 from slipstream.pipeline.saving import decode, describe_model, describe_rule, encode, loop_facts
-from slipstream.planner.steps import StageRates
+from slipstream.planner.ragged import StageRates
 from slipstream.profile import versions
 from slipstream.train.data import TokenisedText, TrainingSequences
 from slipstream.train.data.tokenised_text import Array

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from slipstream.parallel.gradients import LossScale
 from slipstream.pipeline import Pipeline
-from slipstream.planner.steps import StepPlan
+from slipstream.planner.ragged import StepPlan
 from slipstream.schedule import gpipe, slice_lengths
 from slipstream.train.config import Config, TrainingSection
 from slipstream.train.data import BatchSize, TokenBatch, TrainingSequences

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.errors import SlipstreamError
-from slipstream.pipeline.memory.row_account import LinearMemoryModel, Slices, rows_to_rehearse
+from slipstream.pipeline.memory.linear_memory import LinearMemoryModel, Slices, rows_to_rehearse
 from slipstream.planner.order.ordering_problem import OrderingProblem
 from slipstream.schedule import Action, Op, Schedule, add_communication, add_recompute, add_reductions, predecessors
 from slipstream.simulator import Footprint, MemoryTable, StageSlice, UnitCost, memory_of

@@ -26,7 +26,7 @@ from slipstream.cost import (
 )
 from slipstream.pipeline.tuning.start_plan import trains_a_part
 from slipstream.planner.joint import JointPlan, JointProblem, ProfileUnits, find_joint_plan
-from slipstream.planner.steps import fit_rates
+from slipstream.planner.ragged import fit_rates
 from slipstream.schedule import BACKWARDS, Op
 from slipstream.simulator import memory_of
 from support.hand_made_plan import MODEL

@@ -32,7 +32,7 @@ from slipstream.model.anatomy import expert_modules
 from slipstream.model.toy import perturb_parameters
 from slipstream.parallel import RankGroup
 from slipstream.planner.joint import ProfileUnits
-from slipstream.planner.steps import StepPlan
+from slipstream.planner.ragged import StepPlan
 from slipstream.schedule import make_schedule
 from support.architectures import (
     ARCHITECTURES,

@@ -60,14 +60,14 @@ from slipstream.pipeline.families.causal_lm_layout import (
     planned_vocabulary,
     spread_heads,
 )
+from slipstream.pipeline.families.flop_estimate import FlopEstimate, flop_rates
 from slipstream.pipeline.families.model_family import ModelFamily
 from slipstream.pipeline.families.stage_layout import StageLayout
-from slipstream.pipeline.families.weighed_model import FlopEstimate, flop_rates
 from slipstream.pipeline.pipeline_options import PipelineOptions, SequenceLoss, torch_dtype
 from slipstream.pipeline.tuning import StartRequest, is_free, measure_rates, plan_start
 from slipstream.pipeline.weights import WeightSource
 from slipstream.planner.joint import JointPlan, Vocabulary
-from slipstream.planner.steps import StageRates
+from slipstream.planner.ragged import StageRates
 from slipstream.schedule import Schedule, SlicedMicrobatch
 
 _PLACEHOLDER = re.compile(r"(image|video|audio)_token_(id|index)")  # fields of tokens that stand for no text

@@ -31,8 +31,8 @@ from slipstream.model.hooks import RouterLoss
 from slipstream.model.vocabulary import HeadNames, HeadRows, SpreadHead, find_spreadable_head
 from slipstream.options import ALLOWED_LAYER_COUNTS, are_allowed_layer_counts
 from slipstream.parallel import part_bounds
+from slipstream.pipeline.families.flop_estimate import FlopEstimate
 from slipstream.pipeline.families.stage_layout import StageLayout, check_lengths, given_counts
-from slipstream.pipeline.families.weighed_model import FlopEstimate
 from slipstream.pipeline.pipeline_options import PipelineOptions, torch_dtype
 from slipstream.pipeline.weights import WeightSource
 from slipstream.planner.joint import Vocabulary

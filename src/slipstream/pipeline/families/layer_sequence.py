@@ -112,7 +112,7 @@ class SequenceFamily(ModelFamily):
         say(f"measuring what {len(self._layers)} layers cost")
         link = measure_link(self._tracer.device, self._ranks)
         layers = self._layers, whole, trace, cut, self._tracer.device
-        measured: MeasuredLayers | SlipstreamError = self._ranks.follow(_or_error(lambda: measure_layers(*layers)))
+        measured: MeasuredLayers | SlipstreamError = self._ranks.broadcast(_or_error(lambda: measure_layers(*layers)))
         if isinstance(measured, SlipstreamError):
             raise measured
         units = units_between(len(self._layers), self._may_end_at)

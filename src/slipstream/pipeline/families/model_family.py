@@ -19,7 +19,7 @@ from slipstream.pipeline.execution.losses import Losses, OutputForms
 from slipstream.pipeline.families.stage_layout import StageLayout
 from slipstream.pipeline.pipeline_options import PipelineOptions
 from slipstream.planner.joint import JointPlan
-from slipstream.planner.steps import StageRates
+from slipstream.planner.ragged import StageRates
 from slipstream.schedule import Schedule, SlicedMicrobatch
 
 

@@ -20,7 +20,7 @@ from slipstream.pipeline.tuning.row_plan import (
     with_activations,
 )
 from slipstream.pipeline.tuning.step_settings import StepSettings
-from slipstream.planner.steps import StageRates
+from slipstream.planner.ragged import StageRates
 from slipstream.timeline import Timeline
 
 _ATTEMPTS = 6  # plans that are looked for within a memory limit, with less and less room
@@ -67,7 +67,7 @@ class FirstSteps:
 
         Raises SlipstreamError where nothing keeps to the memory limit.
         """
-        length, num_rows = self._ranks.follow((length, num_rows))
+        length, num_rows = self._ranks.broadcast((length, num_rows))
         problem = self._settings.row_problem(length)
         if self._observed is None:
             rates = self._measure(length, num_rows)
@@ -152,7 +152,7 @@ class FirstSteps:
     def _held(self, plan: RowPlan, holds: Holds) -> HeldBytes:
         """Returns the memory of the leader's ranks in a step of the plan. Collective."""
         self._settings.run(plan.schedule, plan.slices)
-        held: HeldBytes = self._ranks.follow(holds())
+        held: HeldBytes = self._ranks.broadcast(holds())
         return held
 
     def _forget(self) -> None:

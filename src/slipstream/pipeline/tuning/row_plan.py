@@ -18,7 +18,7 @@ from slipstream.array_types import Floats
 from slipstream.cost import OPS
 from slipstream.cost.fit import fit_relative
 from slipstream.errors import SlipstreamError
-from slipstream.planner.steps import StageRates
+from slipstream.planner.ragged import StageRates
 from slipstream.schedule import Op, Schedule, SliceCounts, in_flushes, join_backwards, slice_lengths, split_backwards
 from slipstream.simulator import TableCost, simulate
 from slipstream.timeline import Timeline

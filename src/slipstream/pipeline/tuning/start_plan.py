@@ -52,7 +52,7 @@ from slipstream.planner.joint import (
     Vocabulary,
     find_vocabulary_plan,
 )
-from slipstream.planner.steps import StageRates, fit_rates
+from slipstream.planner.ragged import StageRates, fit_rates
 from slipstream.profile import ProfileSettings, count_model, find_costs, why_layers_stay_whole
 from slipstream.profile.cost_cache import CostCache
 from slipstream.schedule import Op, Schedule, add_recompute

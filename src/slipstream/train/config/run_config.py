@@ -37,7 +37,7 @@ from slipstream.train.config.sections import LoraSection, OptimizerSection, fill
 from slipstream.train.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from slipstream.planner.steps import StageRates
+    from slipstream.planner.ragged import StageRates
 
 _LEAST_MEMORY = 10_000  # bytes; a smaller number was meant as megabytes or gigabytes
 # Of a section and of a Pipeline
@@ -196,7 +196,7 @@ class Config(Record):
         """Returns the stages' rates, where the configuration is a plan for documents of any length."""
         if self.plan.rates is None or self.data.packing == "fixed" or not self.pipeline.schedule.endswith(".txt"):
             return None
-        from slipstream.planner.steps import StageRates  # which takes a second, as numba does
+        from slipstream.planner.ragged import StageRates  # which takes a second, as numba does
 
         try:
             return StageRates.from_json(self.plan.rates)

@@ -24,7 +24,7 @@ from slipstream.model import (
     uses_randomness,
 )
 from slipstream.model.autograd_memory import RecomputePolicy
-from slipstream.planner.steps import StageRates
+from slipstream.planner.ragged import StageRates
 from slipstream.schedule import Op
 
 _found_halves: dict[object, tuple[LayerPart, ...]] = {}

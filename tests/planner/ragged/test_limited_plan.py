@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.errors import SlipstreamError
-from slipstream.planner.steps import StepMemory, StepPlan, StepProblem, find_plan_within
+from slipstream.planner.ragged import StepMemory, StepPlan, StepProblem, find_plan_within
 from slipstream.schedule import validate
 from slipstream.simulator import simulate
 from support.examples import examples

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 
 from slipstream.planner.order.order_search import step_lower_bound
-from slipstream.planner.steps import StageRates, StepProblem, find_step_plan
-from slipstream.planner.steps.step_search import candidates, lower_bound
+from slipstream.planner.ragged import StageRates, StepProblem, find_step_plan
+from slipstream.planner.ragged.step_search import candidates, lower_bound
 from slipstream.schedule import Op, validate
 from slipstream.simulator import simulate
 from support.examples import examples

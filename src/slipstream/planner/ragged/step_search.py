@@ -16,8 +16,8 @@ from slipstream.errors import SlipstreamError
 from slipstream.planner.order.list_scheduling import ListScheduler, MeasuredOrder, PriorityRule, measure_order
 from slipstream.planner.order.makespan_bounds import longest_paths, rank_bounds
 from slipstream.planner.order.ordering_problem import ROUNDING, StepActions, UnitTimes
-from slipstream.planner.steps.candidates import Groups, PackedRows, SlicedStep, balanced, filled, sequences_of
-from slipstream.planner.steps.step_problem import StepPlan, StepProblem
+from slipstream.planner.ragged.candidates import Groups, PackedRows, SlicedStep, balanced, filled, sequences_of
+from slipstream.planner.ragged.step_problem import StepPlan, StepProblem
 from slipstream.schedule import Op, make_schedule, split_backwards
 
 _SLICES = (1.0, 2.0, 4.0)  # times the slice that balances fill and fixed costs

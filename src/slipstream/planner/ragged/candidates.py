@@ -11,8 +11,8 @@ from itertools import pairwise
 import numpy as np
 
 from slipstream.array_types import Floats, Ints
-from slipstream.planner.steps.stage_rates import StageRates
-from slipstream.planner.steps.step_problem import StepProblem
+from slipstream.planner.ragged.stage_rates import StageRates
+from slipstream.planner.ragged.step_problem import StepProblem
 from slipstream.schedule import Op
 from slipstream.simulator import CostModel, MicrobatchCost
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from slipstream.array_types import Floats, Ints
 from slipstream.errors import SlipstreamError
-from slipstream.planner.steps.stage_rates import StageRates
+from slipstream.planner.ragged.stage_rates import StageRates
 from slipstream.schedule import Op, Schedule, SlicedMicrobatch
 from slipstream.units import numbers_text
 

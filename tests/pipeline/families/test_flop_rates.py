@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from slipstream import Memory, Op, Pipeline, Runtime, simulate
-from slipstream.planner.steps import StageRates, find_step_plan
-from slipstream.planner.steps.candidates import SlicedStep
+from slipstream.planner.ragged import StageRates, find_step_plan
+from slipstream.planner.ragged.candidates import SlicedStep
 from support.adapters import adapted, lora
 from support.architectures import build, llama
 

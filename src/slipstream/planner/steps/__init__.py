@@ -1,5 +1,0 @@
-"""Plans one step of sequences that differ in length: microbatches, slices and order, with the stages as they are."""
-
-from slipstream.planner.steps.stage_rates import StageRates, fit_rates
-from slipstream.planner.steps.step_problem import StepPlan, StepProblem
-from slipstream.planner.steps.step_search import StepMemory, find_plan_within, find_step_plan
