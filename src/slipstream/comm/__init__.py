@@ -1,7 +1,7 @@
 """Messages between ranks: their format, their transport, and skip connections."""
 
-from slipstream.comm.message import HEADER_BYTES, Message, SkipSend, TransportError, message_bytes
-from slipstream.comm.side_channels import SkipMessages, VocabularyMessages, skip_channels, vocabulary_channels
+from slipstream.comm.message import HEADER_BYTES, Message, TransportError, message_bytes
+from slipstream.comm.skip_messages import SkipMessages, skip_channels
 from slipstream.comm.staged_transport import StagedTransport, connect_transport
 from slipstream.comm.transport import (
     DistributedTransport,

@@ -6,14 +6,13 @@ gloo silently accepts a shorter message into a larger buffer, so every message d
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from slipstream.errors import RankFailedError
 from slipstream.model import Tensors, TensorSpec
-from slipstream.schedule import Action, Op
+from slipstream.schedule import Action, Op, SkipSend
 
 _BLOCK = 16  # int64 words that a header is a multiple of: op, stage, microbatch, slice, number of tensors; then of each
 # of them dtype, number of dimensions, shape; padding
@@ -26,20 +25,6 @@ _DTYPES = (
 _OPS = tuple(Op)
 _NEVER_COPIED = -1  # in place of an op
 _Came = tuple[Action, list[tuple[torch.Size, torch.dtype]]]
-
-
-class SkipSend(NamedTuple):
-    """A SEND to the stage `to`, which is neither the one before nor the one after."""
-
-    op: Op
-    stage: int
-    microbatch: int
-    slice: int
-    to: int
-
-    def __str__(self) -> str:
-        return f"{Action(self.op, self.stage, self.microbatch, self.slice)} to stage {self.to}"
-
 
 Message = Action | SkipSend  # the key of a SEND on both ends
 

@@ -12,14 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slipstream.comm import (
-    LocalTransport,
-    ScatterGather,
-    Transport,
-    connect_transport,
-    skip_channels,
-    vocabulary_channels,
-)
+from slipstream.comm import LocalTransport, ScatterGather, Transport, connect_transport, skip_channels
 from slipstream.errors import SlipstreamError
 from slipstream.keyed_draws import keyed_seed
 from slipstream.model import PipelineStage
@@ -53,7 +46,7 @@ from slipstream.pipeline.tuning import FirstSteps, HeldBytes, StepSettings, rate
 from slipstream.pipeline.weights import WeightSource, gather_state, in_memory
 from slipstream.planner.joint import JointPlan, OutOfMemoryError
 from slipstream.planner.ragged import StageRates, StepPlan
-from slipstream.schedule import Schedule, send_windows
+from slipstream.schedule import Schedule, send_windows, vocabulary_channels
 from slipstream.timeline import Timeline
 from slipstream.watchdog import board, watchdog_paused
 

@@ -45,4 +45,12 @@ from slipstream.schedule.schedule import (
     given_microbatches,
     slice_lengths,
 )
+from slipstream.schedule.side_messages import (
+    SideMessages,
+    SideTransport,
+    SkipSend,
+    VocabularyMessages,
+    side_channels,
+    vocabulary_channels,
+)
 from slipstream.schedule.validation import running_order, validate

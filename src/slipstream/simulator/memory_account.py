@@ -5,11 +5,11 @@ Arrays tell it of a whole order at once: a search has many orders, and a step is
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,14 +20,16 @@ from slipstream.schedule import (
     NARROWEST_WINDOW,
     VOCABULARY,
     Action,
+    Channel,
     Op,
     Schedule,
+    SkipSend,
+    VocabularyMessages,
     sending,
     unit_seconds,
     without_communication,
 )
 from slipstream.simulator.action_graph import NUMBERS, OPS, ActionArrays, first_of
-from slipstream.simulator.buffers import VocabularyBuffers
 from slipstream.simulator.memory_table import (
     Footprint,
     MemoryKind,
@@ -315,13 +317,65 @@ class OrderBytes:
         sizes = {op: sizes.tolist() for op, sizes in (*self.buffers.items(), (Op.F, self.payload + self.header))}
         done = iter(self._messages.done.tolist())
         for rank, row in enumerate(arrays.schedule.actions):
-            spread = VocabularyBuffers(arrays.schedule, rank, sizes)
+            spread = _SpreadHeadBuffers(arrays.schedule, rank, sizes)
             for action in row:
                 moment, changed = next(done), of_whole if action.op is Op.B else of_others
                 changed += [(rank, moment, *change) for change in spread.changes(action)]
         for changed in (of_whole, of_others):
             ranks, moments, own_bytes, changes = np.array(changed, float).reshape(-1, 4).T
             yield ranks.astype(int), moments.astype(int), own_bytes, changes.astype(int)
+
+
+class _SpreadHeadBuffers:
+    """The buffers of a spread head's messages on a rank, which its actions take and return as the executor does."""
+
+    def __init__(self, schedule: Schedule, rank: int, sizes: Mapping[Op, Sequence[float]]) -> None:
+        """`sizes` are the bytes of each buffer, header included, of every slice of all microbatches: of the message of
+        V, of L, and of E; of F, the head's input."""
+        self._sizes, self._firsts = sizes, [*accumulate(schedule.slice_counts, initial=0)]
+        self._messages = VocabularyMessages(rank, schedule, self, lambda message: ())
+        self._sent: defaultdict[Channel, deque[SkipSend]] = defaultdict(deque)
+        self._changes: list[tuple[float, int]] = []
+
+    def changes(self, action: Action) -> list[tuple[float, int]]:
+        """Returns, in order, the bytes of each buffer that the action takes, with 1, or returns, with -1."""
+        self._changes, incoming = [], self._messages.incoming(action)
+        self._messages.may_run(action)
+        for message in incoming:
+            self._messages.take(message)
+            if action.op is Op.F:
+                self._messages.release(message)
+        if action.op is Op.VW:  # V keeps the head's input until then
+            incoming = [*self._messages.incoming(action.with_op(Op.V)), *incoming]
+        if action.op not in (Op.F, Op.V):
+            for message in incoming:
+                self._messages.release(message)
+        self._messages.hand_on(action, ())
+        return self._changes
+
+    def send(self, channel: Channel, message: SkipSend, tensors: tuple[Any, ...]) -> None:
+        self._sent[channel].append(message)
+        self._count(message, 1)
+
+    def settle(self, channel: Channel, message: SkipSend) -> None:
+        while message in self._sent[channel]:
+            self._count(self._sent[channel].popleft(), -1)
+
+    def post_receive(self, channel: Channel, message: SkipSend, specs: Sequence[Any]) -> None:
+        self._count(message, 1)
+
+    def may_receive(self, message: SkipSend) -> bool:
+        return True
+
+    def receive(self, message: SkipSend) -> tuple[Any, ...]:
+        return ()
+
+    def release(self, message: SkipSend) -> None:
+        self._count(message, -1)
+
+    def _count(self, message: SkipSend, change: int) -> None:
+        op = Op.E if message.op in BACKWARDS else message.op  # a gradient of embeddings is as large as they are
+        self._changes.append((self._sizes[op][self._firsts[message.microbatch] + message.slice], change))
 
 
 def _leave(

@@ -12,12 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.comm import SkipSend, Transport, VocabularyMessages
+from slipstream.comm import Transport
 from slipstream.model import CausalLMStage, PipelineStage, TensorSpec
 from slipstream.model.vocabulary import HeadRows, RowSoftmax, combine
 from slipstream.pipeline.execution.rank_program import SliceKey, key_of
 from slipstream.pipeline.execution.step_state import StepState, Stopwatch
-from slipstream.schedule import BACKWARDS, Action, Op, Schedule
+from slipstream.schedule import BACKWARDS, Action, Op, Schedule, SkipSend, VocabularyMessages
 
 
 class PartOfSlice(NamedTuple):

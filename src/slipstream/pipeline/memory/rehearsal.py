@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.comm import HEADER_BYTES, FakeTransport, SkipSend, Transport, message_bytes, part_size
+from slipstream.comm import HEADER_BYTES, FakeTransport, Transport, message_bytes, part_size
 from slipstream.model import CausalLMStage, PipelineStage, Tensors, storage_bytes, storage_id, storage_ids
 from slipstream.model.autograd_memory import RecomputePolicy
 from slipstream.model.hooks import kept_frequencies, running_alone
@@ -21,7 +21,7 @@ from slipstream.pipeline.cut_batch import SplitBatch
 from slipstream.pipeline.execution import Executor, Losses, RankStep, StepState, key_of, run_together, vocabulary_specs
 from slipstream.pipeline.parameters import Parameters
 from slipstream.profile import MemoryMeter, memory_meter
-from slipstream.schedule import BACKWARDS, RECEIVES, SENDS, Action, Op, Schedule, SlicedMicrobatch
+from slipstream.schedule import BACKWARDS, RECEIVES, SENDS, Action, Op, Schedule, SkipSend, SlicedMicrobatch
 from slipstream.simulator import Footprint, MemoryTable, StageSlice
 
 ADAMW_STATES = 2  # tensors per parameter, in its dtype: the running means of gradients and of their squares

@@ -1,7 +1,8 @@
 """Messages beside those of neighbouring stages: skip connections, and the rows of a spread vocabulary.
 
 They are no actions of the schedule. Each kind, between two stages, has a communicator of its own, on which a send is
-waited for only when it is known to be received, or the step ends.
+waited for only when it is known to be received, or the step ends. The executor's transport carries their tensors, and
+the simulator's account counts the buffers that it takes for them.
 """
 
 from __future__ import annotations
@@ -10,15 +11,51 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
+from typing import Any, NamedTuple, Protocol
 
-from slipstream.comm.message import SkipSend
-from slipstream.comm.transport import Transport
-from slipstream.model import Tensors, TensorSpec
-from slipstream.schedule import BACKWARDS, Action, Channel, Direction, Op, Schedule, gradients_before, input_gradient
+from slipstream.schedule.action import BACKWARDS, Action, Op
+from slipstream.schedule.lowering import Channel, Direction
+from slipstream.schedule.rules import gradients_before, input_gradient
+from slipstream.schedule.schedule import Schedule
 
-# Of a stage's messages, by (stage, microbatch, slice)
-Specs = Callable[[Op, tuple[int, int, int]], Sequence[TensorSpec]]
-VocabularySpecs = Callable[[SkipSend], Sequence[TensorSpec]]
+Payload = tuple[Any, ...]  # tensors
+
+
+class SkipSend(NamedTuple):
+    """A SEND to the stage `to`, which is neither the one before nor the one after."""
+
+    op: Op
+    stage: int
+    microbatch: int
+    slice: int
+    to: int
+
+    def __str__(self) -> str:
+        return f"{Action(self.op, self.stage, self.microbatch, self.slice)} to stage {self.to}"
+
+
+class SideTransport(Protocol):
+    """A rank's end of the communicators of these messages."""
+
+    def send(self, channel: Channel, message: SkipSend, tensors: Payload) -> None:
+        """Posts the message and returns without waiting."""
+
+    def settle(self, channel: Channel, message: SkipSend) -> None:
+        """Frees the memory of this message and of those before it, as the other end has received it."""
+
+    def post_receive(self, channel: Channel, message: SkipSend, specs: Sequence[Any]) -> None:
+        """Makes room for the message and returns without waiting."""
+
+    def may_receive(self, message: SkipSend) -> bool:
+        """Returns whether `receive` may be called now."""
+        ...
+
+    def receive(self, message: SkipSend) -> Payload:
+        """Waits for a posted message and returns its tensors. They are the caller's until `release`."""
+        ...
+
+    def release(self, message: SkipSend) -> None:
+        """Gives the buffer of a received message back."""
 
 
 class SideMessages(ABC):
@@ -28,9 +65,9 @@ class SideMessages(ABC):
     in a circle. Receives are posted in the order in which the other end's schedule sends, one ahead of what is needed.
     """
 
-    def __init__(self, rank: int, schedule: Schedule, transport: Transport) -> None:
+    def __init__(self, rank: int, schedule: Schedule, transport: SideTransport) -> None:
         self._rank, self._schedule, self._transport = rank, schedule, transport
-        self._local: dict[SkipSend, Tensors] = {}  # between stages of this rank
+        self._local: dict[SkipSend, Payload] = {}  # between stages of this rank
         self._due: dict[Channel, deque[SkipSend]] = {}  # receives that are not posted yet
         self._posted: set[SkipSend] = set()
 
@@ -39,11 +76,7 @@ class SideMessages(ABC):
         """Returns the messages that an action works on."""
 
     @abstractmethod
-    def channel_of(self, message: SkipSend) -> Channel:
-        """Returns the communicator of a message."""
-
-    @abstractmethod
-    def specs_of(self, message: SkipSend) -> Sequence[TensorSpec]:
+    def specs_of(self, message: SkipSend) -> Sequence[Any]:
         """Returns the specs of the tensors in a message that comes here."""
 
     @abstractmethod
@@ -61,14 +94,14 @@ class SideMessages(ABC):
             self._post_up_to(message)
         return all(self._transport.may_receive(message) for message in remote)
 
-    def send(self, message: SkipSend, tensors: Tensors) -> None:
+    def send(self, message: SkipSend, tensors: Payload) -> None:
         """Sends tensors, or hands them to a stage of this rank."""
         if self._is_here(message.to):
             self._local[message] = tuple(tensor.detach() for tensor in tensors)
         else:
-            self._transport.send(self.channel_of(message), message, tensors)
+            self._transport.send(_channel(message, self._schedule), message, tensors)
 
-    def take(self, message: SkipSend) -> Tensors:
+    def take(self, message: SkipSend) -> Payload:
         """Waits for a message and returns its tensors, which are the caller's until `release`."""
         if self._is_here(message.stage):
             tensors = self._local.pop(message)
@@ -79,7 +112,7 @@ class SideMessages(ABC):
             self._posted.remove(message)
             tensors = self._transport.receive(message)
         if (proven := self.proven_by(message)) is not None:
-            self._transport.settle(self.channel_of(proven), proven)
+            self._transport.settle(_channel(proven, self._schedule), proven)
         return tensors
 
     def release(self, message: SkipSend) -> None:
@@ -98,97 +131,37 @@ class SideMessages(ABC):
 
     def _post_up_to(self, message: SkipSend) -> deque[SkipSend]:
         """Posts the receives up to this message's, and returns those that are left on its channel."""
-        due = self._due.setdefault(self.channel_of(message), deque(self.sent_like(message)))
+        due = self._due.setdefault(_channel(message, self._schedule), deque(self.sent_like(message)))
         while message not in self._posted:
             self._post(due.popleft())
         return due
 
     def _post(self, message: SkipSend) -> None:
-        self._transport.post_receive(self.channel_of(message), message, self.specs_of(message))
+        self._transport.post_receive(_channel(message, self._schedule), message, self.specs_of(message))
         self._posted.add(message)
 
     def _is_here(self, stage: int) -> bool:
         return self._schedule.placement[stage] == self._rank
 
 
-class SkipMessages(SideMessages):
-    """The skips past stages.
-
-    stage 0  --- F ---> stage 1 --- F ---> stage 2        the stages' own messages
-        \\________________________________/                a skip, sent when F of stage 0 ends
-    """
-
-    def __init__(self, rank: int, schedule: Schedule, transport: Transport, specs: Specs) -> None:
-        super().__init__(rank, schedule, transport)
-        self._specs = specs
-
-    def take_all(self, action: Action) -> Tensors:
-        """Returns the skips that F works on, or the gradients of skips that B or I does, in order."""
-        return tuple(tensor for message in self.incoming(action) for tensor in self.take(message))
-
-    def hand_on(self, send: Action, tensors: Tensors) -> Tensors:
-        """Sends the tensors that skip stages, and returns those that go with the regular message `send`."""
-        specs = self._specs(send.op, (send.stage, send.microbatch, send.slice))
-        for peer in _peers(specs):
-            message = SkipSend(send.op, send.stage, send.microbatch, send.slice, to=peer)
-            self.send(message, tuple(t for t, spec in zip(tensors, specs, strict=True) if spec.peer == peer))
-        return tuple(t for t, spec in zip(tensors, specs, strict=True) if spec.peer is None)
-
-    def incoming(self, action: Action) -> list[SkipSend]:
-        send = Op.SEND_F if action.op is Op.F else Op.SEND_B
-        specs = self._specs(_receive(send), (action.stage, action.microbatch, action.slice))
-        return [SkipSend(send, peer, action.microbatch, action.slice, to=action.stage) for peer in _peers(specs)]
-
-    def channel_of(self, message: SkipSend) -> Channel:
-        return skip_channel(message, self._schedule)
-
-    def specs_of(self, message: SkipSend) -> list[TensorSpec]:
-        specs = self._specs(_receive(message.op), (message.to, message.microbatch, message.slice))
-        return [spec for spec in specs if spec.peer == message.stage]
-
-    def sent_like(self, message: SkipSend) -> list[SkipSend]:
-        producers = (Op.F,) if message.op is Op.SEND_F else (Op.B, Op.I)
-        row = self._schedule.actions[self._schedule.placement[message.stage]]
-        made = [action for action in row if action.op in producers and action.stage == message.stage]
-        sent = [message._replace(microbatch=action.microbatch, slice=action.slice) for action in made]
-        # A skip before CutTokens is the first slice's alone.
-        return [send for send in sent if self.specs_of(send)]
-
-    def proven_by(self, message: SkipSend) -> SkipSend | None:
-        """A gradient proves that its skip arrived; a skip, that the gradient of its sender's last backward did."""
-        there, here = message.stage, message.to
-        if message.op is Op.SEND_B:
-            return SkipSend(Op.SEND_F, here, message.microbatch, message.slice, to=there)
-        rank, end = self._schedule.positions[Action(Op.F, there, message.microbatch, message.slice)]
-        for action in reversed(self._schedule.actions[rank][:end]):
-            if action.op in (Op.B, Op.I) and action.stage == there:
-                return SkipSend(Op.SEND_B, here, action.microbatch, action.slice, to=there)
-        return None
+_DIRECTIONS: dict[Op, Direction] = {
+    Op.SEND_F: "activations",
+    Op.F: "activations",
+    Op.V: "activations",
+    Op.E: "lookups",
+}
 
 
-def skip_channel(message: SkipSend, schedule: Schedule) -> Channel:
-    source, destination = schedule.placement[message.stage], schedule.placement[message.to]
+def side_channels(messages: Iterable[SkipSend], schedule: Schedule) -> list[Channel]:
+    """Returns the communicators of some messages, one of each kind, where they pass between ranks; in this order."""
+    channels = [_channel(message, schedule) for message in messages]
+    return [channel for channel in channels if channel.source != channel.destination]
+
+
+def _channel(message: SkipSend, schedule: Schedule) -> Channel:
     stages = message.stage, message.to
-    return Channel("activations" if message.op is Op.SEND_F else "gradients", source, destination, stages)
-
-
-def skip_channels(routes: Sequence[tuple[int, int]], schedule: Schedule) -> list[Channel]:
-    """Returns both directions of every route (stage of the stash, stage of the pop) between two ranks, in one order."""
-    there = [SkipSend(Op.SEND_F, stash, 0, 0, to=pop) for stash, pop in sorted(routes)]
-    back = [SkipSend(Op.SEND_B, pop, 0, 0, to=stash) for stash, pop in sorted(routes)]
-    channels = [skip_channel(message, schedule) for message in (*there, *back)]
-    return [line for line in channels if line.source != line.destination]
-
-
-def _receive(send: Op) -> Op:
-    return Op.RECV_F if send is Op.SEND_F else Op.RECV_B
-
-
-def _peers(specs: Sequence[TensorSpec]) -> list[int]:
-    return list(dict.fromkeys(spec.peer for spec in specs if spec.peer is not None))
-
-
-_DIRECTIONS: dict[Op, Direction] = {Op.F: "activations", Op.V: "activations", Op.E: "lookups"}
+    source, destination = (schedule.placement[stage] for stage in stages)
+    return Channel(_DIRECTIONS.get(message.op, "gradients"), source, destination, stages)
 
 
 class VocabularyMessages(SideMessages):
@@ -202,7 +175,9 @@ class VocabularyMessages(SideMessages):
                 --- B or I: its gradient -->
     """
 
-    def __init__(self, rank: int, schedule: Schedule, transport: Transport, specs: VocabularySpecs) -> None:
+    def __init__(
+        self, rank: int, schedule: Schedule, transport: SideTransport, specs: Callable[[SkipSend], Sequence[Any]]
+    ) -> None:
         super().__init__(rank, schedule, transport)
         self._specs = specs
 
@@ -220,16 +195,20 @@ class VocabularyMessages(SideMessages):
             return [SkipSend(Op.V, stage, m, i, to=last) for stage in self._schedule.vocabulary_stages]
         return [SkipSend(Op.L, last, m, i, to=g)] if action.op is Op.VW else []
 
-    def hand_on(self, action: Action, tensors: Tensors) -> None:
-        """Sends the result of a V, L or E, the last stage's F, or the first stage's B or I to all that work on it."""
-        op, g, m, i = action
-        stages: Sequence[int] = self._schedule.vocabulary_stages
+    def hand_on(self, action: Action, tensors: Payload) -> None:
+        """Sends the result of an action to all rows or the end of the model that work on it."""
+        for stage in self._readers(action):
+            self.send(SkipSend(*action, to=stage), tensors)
+
+    def _readers(self, action: Action) -> Sequence[int]:
+        """Returns the stages that work on the result of a V, L or E, the last stage's F, or the first stage's B or I,
+        and none for other actions."""
+        op, last = action.op, self._schedule.num_stages - 1
         if op in (Op.V, Op.E):
-            stages = [self._schedule.num_stages - 1 if op is Op.V else 0]
-        elif g == 0 and op in BACKWARDS:
-            stages = self._embedding_stages
-        for stage in stages:
-            self.send(SkipSend(op, g, m, i, to=stage), tensors)
+            return (last if op is Op.V else 0,)
+        if op is Op.L or (op is Op.F and action.stage == last):
+            return self._schedule.vocabulary_stages
+        return self._embedding_stages if op in (Op.B, Op.I) and action.stage == 0 else ()
 
     @cached_property
     def _embedding_stages(self) -> list[int]:
@@ -237,10 +216,7 @@ class VocabularyMessages(SideMessages):
         looked_up = {action.stage for action in self._schedule.positions if action.op is Op.E}
         return [stage for stage in self._schedule.vocabulary_stages if stage in looked_up]
 
-    def channel_of(self, message: SkipSend) -> Channel:
-        return vocabulary_channel(message, self._schedule)
-
-    def specs_of(self, message: SkipSend) -> Sequence[TensorSpec]:
+    def specs_of(self, message: SkipSend) -> Sequence[Any]:
         return self._specs(message)
 
     def proven_by(self, message: SkipSend) -> SkipSend | None:
@@ -263,14 +239,6 @@ class VocabularyMessages(SideMessages):
         return [SkipSend(action.op, message.stage, action.microbatch, action.slice, to=message.to) for action in made]
 
 
-def vocabulary_channel(message: SkipSend, schedule: Schedule) -> Channel:
-    """Returns the communicator of these messages; each kind has one."""
-    source, destination = schedule.placement[message.stage], schedule.placement[message.to]
-    ends = message.stage, message.to
-    direction = _DIRECTIONS.get(message.op, "gradients")
-    return Channel(direction, source, destination, ends)
-
-
 def vocabulary_channels(schedule: Schedule) -> list[Channel]:
     """Returns all of them, in one order; none where the head is whole."""
     if not schedule.spreads_vocabulary:
@@ -279,5 +247,4 @@ def vocabulary_channels(schedule: Schedule) -> list[Channel]:
     ends = [(op, last, g) for op in (Op.F, Op.L) for g in stages] + [(Op.V, g, last) for g in stages]
     if schedule.spreads_embedding:
         ends += [(Op.E, g, 0) for g in stages] + [(Op.B, 0, g) for g in stages]
-    lines = [vocabulary_channel(SkipSend(op, stage, 0, 0, to=to), schedule) for op, stage, to in ends]
-    return [line for line in lines if line.source != line.destination]
+    return side_channels((SkipSend(op, stage, 0, 0, to=to) for op, stage, to in ends), schedule)
