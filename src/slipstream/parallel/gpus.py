@@ -162,11 +162,11 @@ def expands_segments(environment: Mapping[str, str] = os.environ) -> bool:
     return _EXPANDABLE.lower() in allocator_setting(environment).replace(" ", "").lower()
 
 
-def fragmentation_advice(environment: Mapping[str, str] = os.environ) -> str:
+def fragmentation_advice() -> str:
     """Returns the variable to set against gaps between tensors; settings that are there stay."""
-    if expands_segments(environment):
+    if expands_segments():
         return f"{_EXPANDABLE} is set already, which keeps gaps small: only needing less memory helps further"
-    name, _, value = allocator_setting(environment).partition("=")
+    name, _, value = allocator_setting().partition("=")
     others = [setting for setting in value.split(",") if setting and "expandable_segments" not in setting]
     setting = f"{name or _VARIABLES[0]}={','.join([*others, _EXPANDABLE])}"
     return f"put {setting} before the command: then tensors of any size can use gaps between others"

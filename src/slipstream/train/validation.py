@@ -46,15 +46,13 @@ class Validator:
         if rewards is not None:
             self._run.progress.say(f"step {step}: validation loss {loss:.3f} per pair, {describe_rewards(rewards)}")
             return ValidationRecord(step, loss, rewards=rewards), is_best
-        below, perplexity = self._entropy() - loss, math.exp(loss)
+        entropy = unigram_entropy(np.concatenate([text.counted() for text in self._texts]))
+        below, perplexity = entropy - loss, math.exp(loss)
         self._run.progress.say(
             f"step {step}: validation loss {loss:.3f} nats per token, perplexity {perplexity:.1f}; "
             f"{abs(below):.2f} {'below' if below > 0 else 'above'} the text's unigram entropy"
         )
         return ValidationRecord(step, loss, perplexity), is_best
-
-    def _entropy(self) -> float:
-        return unigram_entropy(np.concatenate([text.counted() for text in self._texts]))
 
     def _measure(self) -> tuple[float, dict[str, float] | None]:
         """Returns the mean loss on the held-out text, and of preferences the mean rewards."""

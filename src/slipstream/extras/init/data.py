@@ -72,7 +72,8 @@ def place_of(name: str) -> dict[str, Any]:
 
 def _place_of_folder(folder: Path) -> dict[str, Any]:
     """Returns the place of a folder's most frequent files: texts of the usual endings, tables, or other texts."""
-    files = [path for path in folder.rglob("*") if path.is_file() and not _is_hidden(path.relative_to(folder))]
+    seen = ((path, path.relative_to(folder).parts) for path in folder.rglob("*") if path.is_file())
+    files = [path for path, parts in seen if not any(part.startswith(".") for part in parts)]
     if not files:
         raise SlipstreamError(f"the folder {folder} holds no file; give one with texts or tables, or a file")
     ending, _ = Counter(path.suffix for path in files).most_common(1)[0]
@@ -80,10 +81,6 @@ def _place_of_folder(folder: Path) -> dict[str, Any]:
         return {"dataset": str(folder)}
     usual = SourceSection.model_fields["suffixes"].default
     return {"files": [str(folder)]} | ({} if ending in usual or not ending else {"suffixes": [ending]})
-
-
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
 
 
 def _source(settings: Mapping[str, Any]) -> SourceSection:

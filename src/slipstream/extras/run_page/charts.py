@@ -301,11 +301,8 @@ def _timeline_legend(timeline: Timeline) -> str:
     work = [(WORK[op][0], f"background:{_hex(color(Action(op, 0, 0, 0), 1))}", "") for op in ops if op in WORK]
     causes = {wait.cause for wait in find_waits(timeline)}
     idle = [(IDLE[cause][0], "", f"idle {cause}") for cause in Cause if cause in causes]
-    return f"<ul class='legend'>{''.join(_legend_item(*item) for item in [*work, *idle])}</ul>"
-
-
-def _legend_item(name: str, style: str, kind: str) -> str:
-    return f"<li><i class='box {kind}' style='{style}'></i>{escape(name)}</li>"
+    items = (f"<li><i class='box {kind}' style='{style}'></i>{escape(name)}</li>" for name, style, kind in work + idle)
+    return f"<ul class='legend'>{''.join(items)}</ul>"
 
 
 def _hex(background: Iterable[float]) -> str:

@@ -266,8 +266,8 @@ def happenings(run: RunRecord) -> list[Mark]:
 
 def _happenings(run: RunRecord) -> Iterator[Mark]:
     for start in run.restarts:
-        after = start.get("started_after", 0)
-        yield Mark(after, "restart", f"started again after step {after:,}{_when(start)}{_change(start)}")
+        after, when = start.get("started_after", 0), f", at {start['time']}" if start.get("time") else ""
+        yield Mark(after, "restart", f"started again after step {after:,}{when}{_change(start)}")
     for step in run.steps:
         step_number = step["step"]
         if bad := step.get("bad"):
@@ -304,7 +304,3 @@ def _change(start: Record) -> str:
     if seconds is not None:
         parts.append(f"{long_duration_text(seconds)} until the next step")
     return "".join(f"; {part}" for part in parts if part)
-
-
-def _when(start: Record) -> str:
-    return f", at {start['time']}" if start.get("time") else ""

@@ -354,14 +354,6 @@ def _parameters(part: PartCount) -> _Counted:
     return part.num_parameters, part.num_in_experts
 
 
-def _frozen(part: PartCount) -> _Counted:
-    return part.num_frozen, part.num_in_experts - part.num_trained_in_experts
-
-
-def _trained_in_experts(part: PartCount) -> _Counted:
-    return part.num_trained_in_experts, part.num_trained_in_experts
-
-
 @dataclass(frozen=True, kw_only=True)
 class PartlyTrained(Profile):
     """A profile whose bytes are those of training a part of the model.
@@ -394,10 +386,12 @@ class PartlyTrained(Profile):
         return super().weight_bytes(layers, each) - self._held(layers, lambda part: (part.saved_bytes(each), 0))
 
     def num_trained(self, layers: Stage) -> int:
-        return max(0, self.num_parameters(layers) - round(self._held(layers, _frozen)))
+        frozen = self._held(layers, lambda part: (part.num_frozen, part.num_in_experts - part.num_trained_in_experts))
+        return max(0, self.num_parameters(layers) - round(frozen))
 
     def _trained_in_experts(self, layers: Stage) -> int:
-        return round(self._held(layers, _trained_in_experts)) if self.degrees.experts > 1 else 0
+        trained = self._held(layers, lambda part: (part.num_trained_in_experts, part.num_trained_in_experts))
+        return round(trained) if self.degrees.experts > 1 else 0
 
     def activation_bytes(self, layers: Stage, length: int) -> float:
         return super().activation_bytes(self._with_backward(layers), length) if self.has_backward(layers) else 0.0
