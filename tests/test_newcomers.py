@@ -1,4 +1,4 @@
-"""What a newcomer adds is one object in one list: a schedule, an attention backend, a kind of carried state.
+"""What a newcomer adds is one object in one list: a schedule, an attention backend, a kind of carried state, an option.
 
 Each is made here, is put into its list, and trains as the unsplit model does; an axis of the mesh is added by
 `workers/parallel/token_parts.py`.
@@ -6,10 +6,15 @@ Each is made here, is put into its list, and trains as the unsplit model does; a
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
 
 import pytest
 import torch
+from pydantic import Field, PositiveInt
+from pydantic.fields import FieldInfo
 from torch import Tensor
 
 from slipstream import SCHEDULES, Action, Op, Schedule, ScheduleKind, SlipstreamError, make_schedule, simulate, validate
@@ -19,9 +24,12 @@ from slipstream.attention.masks import ScoreRectangle
 from slipstream.model import initial_states
 from slipstream.model.hooks.slice_cache import CarriedState
 from slipstream.model.hooks.token_slice import current_slice
+from slipstream.options import Record, Runtime
+from slipstream.pipeline.families.causal_lm import CausalLMFamily
 from slipstream.planner.order.order_search import find_order
 from slipstream.planner.order.ordering_problem import StepActions
 from slipstream.simulator import UnitCost
+from slipstream.train.config.run_config import Config, load_config
 from support.architectures import ARCHITECTURES, BOUND, build, tokens
 from support.exact_steps import sequences_error, step_error
 from support.hybrids import HYBRIDS
@@ -132,3 +140,48 @@ def test_a_carried_state(monkeypatch: pytest.MonkeyPatch) -> None:
         step_error(build(HYBRIDS["xlstm"]), tokens(length=96), **settings)
     monkeypatch.setattr(initial_states, "ADAPTERS", [OwnMemory()])
     assert step_error(build(HYBRIDS["xlstm"]), tokens(length=96), **settings) < BOUND
+
+
+RUN = """
+model: {config: {model_type: llama}}
+data: {corpus: python-stdlib}
+runtime: {pace: 2, self_check: false}
+training: {output: run, seq_len: 64, steps: 1}
+"""
+
+
+@contextmanager
+def field(record: type[Record], *containers: type[Record], **fields: Any) -> Iterator[None]:
+    """Adds fields to a record, as lines in its class would, and rebuilds it and the records that contain it."""
+    record.__pydantic_fields__ |= {name: FieldInfo.from_annotation(kind) for name, kind in fields.items()}
+    try:
+        for changed in (record, *containers):
+            changed.model_rebuild(force=True)
+        yield
+    finally:
+        for name in fields:
+            del record.__pydantic_fields__[name]
+        for changed in (record, *containers):
+            changed.model_rebuild(force=True)
+
+
+def test_an_option(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A field of its record is an argument of the Pipeline, a setting of a configuration and of the command line, is
+    checked in all of them, and arrives where it is used."""
+    used = []
+
+    class Noting(CausalLMFamily):
+        def __init__(self, model: Any, options: Any, *others: Any) -> None:
+            used.append(options.runtime.pace)
+            super().__init__(model, options, *others)
+
+    monkeypatch.setattr("slipstream.pipeline.runtime.CausalLMFamily", Noting)
+    (path := tmp_path / "config.yaml").write_text(RUN)
+    with field(Runtime, Config, pace=Annotated[PositiveInt, Field(default=1)]):
+        runtime = load_config(path, ["runtime.pace=3"]).pipeline_options()["runtime"]
+        assert step_error(build(ARCHITECTURES["llama"]), tokens(), slices=4, runtime=runtime) < BOUND
+        with pytest.raises(SlipstreamError, match=r"runtime\.pace=0: give a whole number from 1"):
+            Runtime(pace=0)  # type: ignore[call-arg]
+        with pytest.raises(SlipstreamError, match=r"unknown key runtime\.paec; did you mean 'runtime\.pace'"):
+            load_config(path, ["runtime.paec=3"])
+    assert used == [3]
