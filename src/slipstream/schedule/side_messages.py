@@ -131,7 +131,10 @@ class SideMessages(ABC):
 
     def _post_up_to(self, message: SkipSend) -> deque[SkipSend]:
         """Posts the receives up to this message's, and returns those that are left on its channel."""
-        due = self._due.setdefault(_channel(message, self._schedule), deque(self.sent_like(message)))
+        channel = _channel(message, self._schedule)
+        if channel not in self._due:
+            self._due[channel] = deque(self.sent_like(message))
+        due = self._due[channel]
         while message not in self._posted:
             self._post(due.popleft())
         return due
