@@ -23,6 +23,7 @@ os.environ.update(
     HF_HUB_OFFLINE="1",
     HF_HOME=_CACHE,
     XDG_CACHE_HOME=_CACHE,
+    SLIPSTREAM_SHARED_CORES="1",  # two tests run at a time
     PYTORCH_NVML_BASED_CUDA_CHECK="1",  # or a question whether there is a GPU would keep ranks from being forked
 )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,6 +29,7 @@ SETTINGS = ProfileSettings(seq_len=64, longest_slice=32, granularity=8, repeats=
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("SLIPSTREAM_SHARED_CORES", raising=False)
     return tmp_path / "slipstream" / "costs"
 
 
@@ -110,6 +112,20 @@ def test_a_busy_machine_is_measured_again_and_what_stays_disturbed_is_not_kept(
     assert costs(lines).disturbed == 0.3
     assert "not kept" in lines[-1]
     assert [*cache.iterdir()] == []
+
+
+@pytest.mark.parametrize("variable", ["LOCAL_WORLD_SIZE", "SLIPSTREAM_SHARED_CORES"])
+def test_ranks_that_share_cores_are_measured_once_and_kept(
+    variable: str, measured: list[float], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More ranks than cores, or other programs all the time."""
+    monkeypatch.setenv(variable, str((os.cpu_count() or 1) + 1))
+    measured += [0.4]
+    lines: list[str] = []
+    first = costs(lines)
+    assert costs(lines) == first
+    assert len([*cache.iterdir()]) == 1
+    assert (measured, lines) == ([], [])
 
 
 @pytest.mark.more

@@ -17,13 +17,14 @@ import torch
 from transformers import PretrainedConfig
 
 from slipstream.attention import cache_folder
-from slipstream.cost import UNSHARED, Degrees, Profile, load_profile
+from slipstream.cost import UNSHARED, Degrees, MeasuredLink, Profile, load_profile
 from slipstream.errors import SlipstreamError
 from slipstream.parallel import Ranks
 from slipstream.profile.link_measurement import measure_link
 from slipstream.profile.profile_run import ProfileSettings, identify_hardware, identify_model, profile_model, versions
 
 _ATTEMPTS = 2
+_SHARED = "SLIPSTREAM_SHARED_CORES"
 # The profiles that this process has measured and doesn't keep: meshes are compared, and the best one planned, by one.
 _disturbed: dict[Path, Profile] = {}
 
@@ -89,12 +90,14 @@ def find_costs(
     ranks: Ranks,
     say: Callable[[str], None] = lambda text: None,
     on_progress: Callable[[float], None] = lambda share: None,
+    link: MeasuredLink | None = None,
 ) -> Profile:
     """Returns the kept profile, or measures one on all ranks at the same time and keeps it. Collective.
 
     `say` gets a line, on the leader, where something is measured again: a profile of other versions, or one during
-    which another program used the cores. A profile that was disturbed twice is used but not kept. `on_progress` is
-    called, on the leader, with the share of the settings' budget that is spent.
+    which another program used the cores. A profile that was disturbed twice is used but not kept. Where ranks share
+    their cores all the time, it is measured once and kept. `on_progress` is called, on the leader, with the share of
+    the settings' budget that is spent. `link` has the times of messages between these ranks, if they were measured.
     """
     cache = CostCache.of(config, settings, device, ranks)
     cached: Profile | None = ranks.run_on_leader(lambda: _disturbed.get(cache.path) or cache.find(say))
@@ -102,21 +105,29 @@ def find_costs(
         return cached
     tell = on_progress if ranks.leads else lambda share: None
     profiles: list[Profile] = []
+    share_cores: bool = ranks.run_on_leader(lambda: _share_cores(ranks))
     for attempt in range(_ATTEMPTS):
-        link = measure_link(device, ranks, settings.parallel.sequence_parallel)
-        profiles.append(_leaders(profile_model(config, settings, device, link, tell, ranks), ranks))
-        if not profiles[-1].is_disturbed:
+        between = link if link and not attempt else measure_link(device, ranks, settings.parallel.sequence_parallel)
+        profiles.append(_leaders(profile_model(config, settings, device, between, tell, ranks), ranks))
+        if share_cores or not profiles[-1].is_disturbed:
             break
         if ranks.leads:
             last = attempt == _ATTEMPTS - 1
             next_step = "the costs are used, but not kept" if last else "measuring again"
             say(f"another program used the cores for {profiles[-1].disturbed:.0%} of the measuring: {next_step}")
     best = min(profiles, key=lambda profile: profile.disturbed)
-    if ranks.leads and best.is_disturbed:
+    if ranks.leads and best.is_disturbed and not share_cores:
         _disturbed[cache.path] = best
     elif ranks.leads:
         cache.keep(best, say)
     return best
+
+
+def _share_cores(ranks: Ranks) -> bool:
+    """Returns whether a measuring is always disturbed here: this host has more ranks than cores, or other programs use
+    them too, as the environment says."""
+    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world.size))
+    return num_local > (os.cpu_count() or 1) or _SHARED in os.environ
 
 
 def _leaders(mine: Profile, ranks: Ranks) -> Profile:

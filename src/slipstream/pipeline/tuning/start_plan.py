@@ -26,6 +26,7 @@ from slipstream.comm import HEADER_BYTES
 from slipstream.cost import (
     REPLAYED,
     ActionBytes,
+    MeasuredLink,
     ModelCount,
     PartCount,
     Profile,
@@ -145,9 +146,11 @@ def plan_start(
     kinds = possible_exchanges(config, ranks.degrees, request.parallel)
     plans, refusal = list[tuple[JointPlan, StageRates]](), None
     for kind in kinds:
+        # Messages between stages take as long however a slice is shared.
+        link = plans[0][0].costs.profile.link if plans and isinstance(plans[0][0].costs, ProfileUnits) else None
         try:
             asked = replace(request, parallel=request.parallel.exchanging(kind))
-            plans.append(_plan(config, asked, ranks, device, say, every))
+            plans.append(_plan(config, asked, ranks, device, say, every, link))
         except OutOfMemoryError as error:
             refusal = error
     if len(plans) > 1 and ranks.leads:
@@ -166,10 +169,11 @@ def _plan(
     device: torch.device,
     say: Callable[[str], None],
     every: float,
+    link: MeasuredLink | None,
 ) -> tuple[JointPlan, StageRates]:
     """Returns the plan with the ranks' exchange as given. Collective."""
     told = _Told(say, every)
-    profile = find_costs(config, request.profile, device, ranks, say, told.measured)
+    profile = find_costs(config, request.profile, device, ranks, say, told.measured, link)
     units = _units(profile, config, request, ranks, say)
     if units.units_per_layer == 1 and ranks.leads:
         say(f"layers are planned whole: {why_layers_stay_whole(config)}")
