@@ -64,7 +64,7 @@ DATA = {"sums_are_those_of_one_process", "reductions_run_beside_the_pipeline", "
 DATA |= {"calls_and_bytes_are_those_of_the_formulas", "three_steps_of_adamw", "all_ranks_skip_the_same_step"}
 CONTEXT = {"heads, llama, tied", "keys, documents, gpt_oss", "apart", "exchanged_bytes", "gathered_bytes", "refused"}
 CASES = [
-    *cases(mesh, 4, mesh.CASES, grid=("auto", "planned_halves")),
+    *cases(mesh, 4, mesh.CASES, grid=("auto", "planned_halves", "packed_rows_of_every_kind")),
     *cases(token_parts, 2),
     *cases(context, 2, context.TWO.keys() - CONTEXT, chosen=context.TWO),
     *cases(

@@ -73,11 +73,11 @@ def rows(name: str, mesh: dict[str, Any], **settings: Any) -> Pipeline:
     device = mesh.get("device_type", "cpu")
     whole, num_rows = model_of(name).to(device), 2 * mesh.get("dp", 1)
     inputs, labels = tokens(num_rows).to(device), labels_of(tokens(num_rows)).to(device)
+    settings = {"slices": SLICES, "num_microbatches": 2, "device": device} | settings
+    pipe = make_pipe(model_of(name), mesh=make_mesh(**mesh), **settings)
+    mine = slice(2 * pipe.replica, 2 * pipe.replica + 2)
     with no_rounding_inside():
         expected = float(unsplit_step(whole, inputs, labels))
-        settings = {"slices": SLICES, "num_microbatches": 2, "device": device} | settings
-        pipe = make_pipe(model_of(name), mesh=make_mesh(**mesh), **settings)
-        mine = slice(2 * pipe.replica, 2 * pipe.replica + 2)
         for run in (pipe.step, pipe.evaluate):
             assert abs(float(run(inputs[mine], labels[mine])) - expected) < BOUND * expected
     found = error(pipe, gradients_of(whole), "grad")
