@@ -12,4 +12,4 @@ from slipstream.profile.profile_run import (
     versions,
     without_origin,
 )
-from slipstream.profile.stage_bench import MemoryMeter, memory_meter
+from slipstream.profile.stage_bench import MemoryMeter, memory_meter, seconds_of

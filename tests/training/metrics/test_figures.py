@@ -257,7 +257,7 @@ def test_a_busy_machine_has_no_lower_peak(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
     def peak(seconds: float, dtype: torch.dtype = torch.float32) -> float:
-        monkeypatch.setattr("slipstream.train.metrics.flops._seconds", lambda _a, _b: seconds)
+        monkeypatch.setattr("slipstream.train.metrics.flops.seconds_of", lambda _product, _device: seconds)
         return find_peak(torch.device("cpu"), dtype).flops * 1e-9
 
     product = 2 * 1024**3 * 1e-9

@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 from transformers import PretrainedConfig
@@ -31,7 +32,7 @@ from slipstream.cost import SHIPPED, AttentionCall, ModelCount, PartCount, load_
 from slipstream.model import HalfLayer, LayerHalf, LayerRange, ModelEnd
 from slipstream.model.adapters import ALL_WEIGHTS, TrainedWeights
 from slipstream.pipeline.families import StageLayout
-from slipstream.profile import count_model, identify_hardware
+from slipstream.profile import count_model, identify_hardware, seconds_of
 from slipstream.schedule import Op, SlicedMicrobatch
 
 _TERA = 1e12
@@ -293,10 +294,11 @@ def measure_peak(device: torch.device, dtype: torch.dtype) -> DevicePeak:
     n = _SIZES.get(device.type, _SIZES["cuda"])
     generator = torch.Generator().manual_seed(0)  # training's own random numbers stay as they are
     a, b = (torch.randn(n, n, generator=generator).to(device, dtype) for _ in range(2))
-    _seconds(a, b)  # the first one also pays for memory and for choosing a kernel
+    product = partial(torch.mm, a, b)
+    product()  # the first one also pays for memory and for choosing a kernel
     best, began, runs = float("inf"), time.perf_counter(), 0
     while runs == 0 or (time.perf_counter() - began < _SECONDS and runs < _MOST_PRODUCTS):
-        best, runs = min(best, _seconds(a, b)), runs + 1
+        best, runs = min(best, seconds_of(product, device)), runs + 1
     kind = str(dtype).removeprefix("torch.")
     hardware = identify_hardware(device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     flops = _fastest(json.dumps([kind, *asdict(hardware).values()]), 2 * n**3 / best)
@@ -315,15 +317,6 @@ def _fastest(measured_on: str, flops: float) -> float:
             part.write_text(json.dumps({**rates, measured_on: flops}))
             part.replace(file)
     return max(flops, rates.get(measured_on, 0.0))
-
-
-def _seconds(a: torch.Tensor, b: torch.Tensor) -> float:
-    device = torch.get_device_module(a.device)
-    device.synchronize()
-    began = time.perf_counter()
-    torch.mm(a, b)
-    device.synchronize()
-    return time.perf_counter() - began
 
 
 def _words(name: str) -> list[str]:
