@@ -59,6 +59,7 @@ from slipstream.model.pipeline_stage import PipelineStage, SpreadExperts
 from slipstream.model.tensors import Tensors, TensorSpec
 from slipstream.model.vocabulary import SpreadEmbedding, SpreadHead, separate_head, shared_weights
 from slipstream.model.weight_gradients import add_expert_gradients_in_place, add_weight_gradients_in_place
+from slipstream.schedule import BACKWARDS, Op
 
 
 class CausalLMStage(PipelineStage):
@@ -313,6 +314,16 @@ class CausalLMStage(PipelineStage):
         """Returns the spec (b, T, hidden) of the embeddings by one rank's rows of a spread embedding."""
         assert self._embedded is not None
         return TensorSpec(torch.Size((*token_slice.input_ids.shape, *self._embedded.shape)), self._embedded.dtype)
+
+    def rows_messages(self, op: Op, piece: TokenSlice, has_backward: bool) -> list[TensorSpec]:
+        """Returns the tensors of a message: the head's input; statistics, and in training two gradients; the sums; or
+        the embeddings."""
+        if op is Op.E or op in BACKWARDS:
+            return [self.embedded(piece)]
+        hidden = self.hidden(piece)
+        tokens, wide = hidden.shape[:2], torch.promote_types(hidden.dtype, torch.float32)
+        statistics, gradients = TensorSpec(torch.Size((2, *tokens)), wide), [hidden, hidden] if has_backward else []
+        return {Op.F: [hidden], Op.L: [TensorSpec(tokens, wide)], Op.V: [statistics, *gradients]}[op]
 
     def _watch(self, layers: list[nn.Module], anatomy: ModelAnatomy) -> None:
         for index in self.layers_here:

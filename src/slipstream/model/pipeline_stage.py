@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from slipstream.attention import ContextStore
 from slipstream.model.tensors import Tensors, TensorSpec
 from slipstream.model.vocabulary import HeadRows, TiedWeight
+from slipstream.schedule import Op
 
 
 class SpreadExperts(Protocol):
@@ -57,6 +58,14 @@ class PipelineStage(Protocol):
     def sends(self, piece: Any) -> tuple[TensorSpec, ...]:
         """Returns the tensors that go to other stages, in order."""
         ...
+
+    def rows_messages(self, op: Op, piece: Any, has_backward: bool) -> list[TensorSpec]:
+        """Returns the tensors in a message of a spread vocabulary, the result of an op. Only causal LMs have any."""
+        raise TypeError(f"{type(self).__name__} has no vocabulary")
+
+    def check_measurable(self) -> None:
+        """Raises SlipstreamError where its memory can't be measured without the stages before."""
+        return
 
     def compute(self, piece: Any, inputs: Tensors, store: ContextStore) -> Any:
         """Runs the layers' forward; returns the message, or on the last stage the loss's input."""

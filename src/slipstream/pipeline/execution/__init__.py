@@ -12,6 +12,5 @@ from slipstream.pipeline.execution.losses import (
     checked_num_targets,
 )
 from slipstream.pipeline.execution.rank_program import key_of
-from slipstream.pipeline.execution.spread_head import vocabulary_specs
 from slipstream.pipeline.execution.step_graphs import StepGraphs, graph_refusal
 from slipstream.pipeline.execution.step_state import Observer, StepState

@@ -6,18 +6,16 @@ And E and EW, where the same rows embed tokens.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from slipstream.comm import Transport
-from slipstream.model import CausalLMStage, PipelineStage, TensorSpec
+from slipstream.model import PipelineStage, TensorSpec
 from slipstream.model.vocabulary import HeadRows, RowSoftmax, combine
 from slipstream.pipeline.execution.rank_program import SliceKey, key_of
 from slipstream.pipeline.execution.step_state import StepState, Stopwatch
-from slipstream.schedule import BACKWARDS, Action, Op, Schedule, SkipSend, VocabularyMessages
+from slipstream.schedule import Action, Op, Schedule, SkipSend, VocabularyMessages
 
 
 class PartOfSlice(NamedTuple):
@@ -42,10 +40,14 @@ class SpreadHeadActions:
     ) -> None:
         self._schedule, self._stages, self._state, self._stopwatch = schedule, stages, state, stopwatch
         self.embeds = schedule.spreads_embedding
-        # not a bound method: the cycle of references would keep the step's tensors until garbage is collected
-        self.messages = VocabularyMessages(
-            rank, schedule, transport, partial(vocabulary_specs, stages, state, schedule.has_backward)
-        )
+        stage, has_backward = next(iter(stages.values())), schedule.has_backward
+
+        # Not a method: the cycle of references would keep the step's tensors until garbage is collected.
+        def specs(message: SkipSend) -> list[TensorSpec]:
+            piece = state.batch.slices[message.microbatch][message.slice]
+            return stage.rows_messages(message.op, piece, has_backward)
+
+        self.messages = VocabularyMessages(rank, schedule, transport, specs)
         self._parts: dict[SliceKey, PartOfSlice] = {}
 
     def run(self, action: Action) -> None:
@@ -139,22 +141,3 @@ class SpreadHeadActions:
 
     def _targets(self, action: Action) -> Tensor:
         return self._state.batch.targets[action.microbatch][action.slice]
-
-
-def vocabulary_specs(
-    stages: Mapping[int, PipelineStage], state: StepState, has_backward: bool, message: SkipSend
-) -> list[TensorSpec]:
-    """Returns the specs of a message: the head's input; statistics, and in training two gradients; or the sums."""
-    stage = next(iter(stages.values()))
-    assert isinstance(stage, CausalLMStage)
-    piece = state.batch.slices[message.microbatch][message.slice]
-    if message.op is Op.E or message.op in BACKWARDS:
-        return [stage.embedded(piece)]
-    hidden = stage.hidden(piece)
-    tokens, wide = hidden.shape[:2], torch.promote_types(hidden.dtype, torch.float32)
-    if message.op is Op.F:
-        return [hidden]
-    if message.op is Op.L:
-        return [TensorSpec(torch.Size(tokens), wide)]
-    statistics = TensorSpec(torch.Size((2, *tokens)), wide)
-    return [statistics, hidden, hidden] if has_backward else [statistics]

@@ -7,21 +7,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from operator import sub
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from slipstream.comm import HEADER_BYTES, FakeTransport, Transport, message_bytes, part_size
-from slipstream.model import CausalLMStage, PipelineStage, Tensors, storage_bytes, storage_id, storage_ids
+from slipstream.model import PipelineStage, Tensors, storage_bytes, storage_id, storage_ids
 from slipstream.model.autograd_memory import RecomputePolicy
 from slipstream.model.hooks import kept_frequencies, running_alone
 from slipstream.model.weight_gradients import factors_of
 from slipstream.pipeline.cut_batch import SplitBatch
-from slipstream.pipeline.execution import Executor, Losses, RankStep, StepState, key_of, run_together, vocabulary_specs
+from slipstream.pipeline.execution import Executor, Losses, RankStep, StepState, key_of, run_together
 from slipstream.pipeline.parameters import Parameters
 from slipstream.profile import MemoryMeter, memory_meter
-from slipstream.schedule import BACKWARDS, RECEIVES, SENDS, Action, Op, Schedule, SkipSend, SlicedMicrobatch
+from slipstream.schedule import BACKWARDS, RECEIVES, SENDS, Action, Op, Schedule, SlicedMicrobatch
 from slipstream.simulator import Footprint, MemoryTable, StageSlice
 
 ADAMW_STATES = 2  # tensors per parameter, in its dtype: the running means of gradients and of their squares
@@ -175,25 +175,19 @@ class _Run:
 def _message_bytes(step: RehearsedStep) -> list[float]:
     """Returns the bytes of each slice's message."""
     stage = next(iter(step.stages.values()))
-    assert isinstance(stage, CausalLMStage)
     stage.check_measurable()
-    pieces: Any = step.batch.slices[0]
-    sizes = [part_size(stage.hidden(piece).shape.numel(), step.num_parts) for piece in pieces]
-    return [size * stage.hidden_dtype.itemsize for size in sizes]
+    specs = [spec for piece in step.batch.slices[0] for spec in stage.rows_messages(Op.F, piece, True)]
+    return [part_size(spec.shape.numel(), step.num_parts) * spec.dtype.itemsize for spec in specs]
 
 
 def _vocabulary_bytes(step: RehearsedStep) -> dict[tuple[Op, int], float]:
     """Returns the bytes of the messages of V and L, and of E, of each slice, where the head is spread."""
     if not step.schedule.spreads_vocabulary:
         return {}
-    state = StepState.of(step.batch, torch.device("cpu"))
-    last = step.schedule.num_stages - 1
+    stage, pieces = next(iter(step.stages.values())), step.batch.slices[0]
     ops = (Op.V, Op.L, Op.E) if step.schedule.spreads_embedding else (Op.V, Op.L)
-
-    def size(op: Op, index: int) -> int:
-        return message_bytes(vocabulary_specs(step.stages, state, True, SkipSend(op, last, 0, index, to=last)))
-
-    return {(op, index): size(op, index) for op in ops for index in range(len(step.batch.slices[0]))}
+    messages = {(op, index): stage.rows_messages(op, piece, True) for op in ops for index, piece in enumerate(pieces)}
+    return {place: message_bytes(specs) for place, specs in messages.items()}
 
 
 def _rehearse_stage(step: RehearsedStep, number: int, transport: Transport) -> Iterator[_Run]:
