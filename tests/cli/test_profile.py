@@ -35,6 +35,7 @@ def test_a_model_folder(model: Path, tmp_path: Path) -> None:
     assert (profile.seq_len, profile.dtype, profile.hardware.processes) == (16, "float32", 2)
     assert profile.link is not None
     assert profile.link.bandwidth > 0
+    assert (profile.link.sum_bandwidth or 0) > 0
     sizes, seconds = zip(*profile.link.handling, strict=True)
     assert max(sizes) == 4 * 2**20
     assert min(seconds) >= 0 < max(seconds)  # four megabytes take more than a measurement's noise

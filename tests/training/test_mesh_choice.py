@@ -114,7 +114,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory, compiled_search: None) -> Ite
         (folder / "text.txt").write_text(TEXT)
         (folder / "config.yaml").write_text(yaml.safe_dump(SETTINGS))
         model = LlamaConfig(**SETTINGS["model"]["config"])
-        request = StartRequest(seq_len=64, microbatch_size=1, num_microbatches=1, num_ranks=2, dtype="float32")
+        request = StartRequest(seq_len=64, microbatch_size=1, num_microbatches=2, num_ranks=2, dtype="float32")
         profile = profile_model(model, request.profile, cpu)
         profile = replace(profile, link=FREE_LINK, optimizer_seconds=0.0, disturbed=0.0)
         yield folder, CostCache(model, request.profile, cpu, num_processes=2), profile

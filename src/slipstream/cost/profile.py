@@ -118,6 +118,14 @@ class MeasuredLink:
     backend: str
     points: tuple[tuple[int, float], ...]  # (bytes, seconds)
     handling: tuple[tuple[int, float], ...] = ()  # (bytes, seconds); empty in profiles of older versions
+    # Bytes per second that each rank passes on while all of them sum a tensor, both ways and with nothing to compute.
+    # None: as messages.
+    sum_bandwidth: float | None = None
+
+    @property
+    def ring_bandwidth(self) -> float:
+        """The bytes per second that each rank of a ring passes on."""
+        return self.sum_bandwidth or self.bandwidth
 
     def handling_seconds(self, num_bytes: Any) -> Any:
         """Returns the seconds for which sending or receiving a message keeps a rank from computing, 0 if unknown."""
@@ -312,8 +320,8 @@ class Profile:
         return round(self._total(layers, [stage.num_parameters for stage in self.stages]))
 
     def gradient_seconds(self, layers: Stage, copies: int, shards: int = 1) -> float:
-        """Returns the time of a ring's all-reduce between replicas, whose messages travel as those of a pipeline, or of
-        its first half, the reduce-scatter of a sharded optimizer."""
+        """Returns the time of a ring's all-reduce between replicas, or of its first half: the reduce-scatter of a
+        sharded optimizer."""
         num_bytes = max(_GRADIENT, self.dtype_bytes)
         return (1 if shards > 1 else 2) * self._between_copies(layers, num_bytes, copies)
 
@@ -332,7 +340,7 @@ class Profile:
             (in_experts, max(1, size // self.degrees.experts)),
         ):
             if share and ranks > 1:
-                seconds += (ranks - 1) * (self.link.latency + num_bytes * share / ranks / self.link.bandwidth)
+                seconds += (ranks - 1) * (self.link.latency + num_bytes * share / ranks / self.link.ring_bandwidth)
         return seconds
 
     def _trained_in_experts(self, layers: Stage) -> int:

@@ -101,7 +101,8 @@ def find_costs(
     """
     cache = CostCache.of(config, settings, device, ranks)
     cached: Profile | None = ranks.run_on_leader(lambda: _disturbed.get(cache.path) or cache.find(say))
-    if cached is not None and (cached.link is not None or ranks.pipeline.size == 1):
+    has_link = cached is not None and cached.link is not None and (cached.link.points or ranks.pipeline.size == 1)
+    if cached is not None and (has_link or ranks.world.size == 1):
         return cached
     tell = on_progress if ranks.leads else lambda share: None
     profiles: list[Profile] = []

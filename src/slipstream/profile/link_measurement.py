@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -16,7 +17,7 @@ from slipstream.comm import ScatterGather, Transport, connect_transport
 from slipstream.cost import MeasuredLink
 from slipstream.cost.fit import fit_relative
 from slipstream.model import TensorSpec
-from slipstream.parallel import Ranks
+from slipstream.parallel import RankGroup, Ranks
 from slipstream.schedule import Action, Channel, Op
 
 _SIZES = tuple(4**k * 1024 for k in range(8))  # bytes: 1 KiB to 16 MiB
@@ -32,15 +33,17 @@ _Message = tuple[Channel, Action]
 def measure_link(
     device: torch.device, ranks: Ranks | None = None, sequence_parallel: bool = False
 ) -> MeasuredLink | None:
-    """Returns latency and bandwidth between the first two ranks of a pipeline, on every rank. Collective.
+    """Returns latency and bandwidth between the first two ranks of a pipeline, and of a sum over all ranks of the mesh,
+    on every rank. Collective.
 
     All pipelines of the mesh measure at the same time. Where tensor ranks have the same message, each sends its part,
     and all gather it; where each has its own tokens, with sequence parallelism, it sends those. The bytes are those of
     the whole message.
 
-    It returns None for a pipeline of a single rank. The receiver waits for the message: the delay of a rank that is
-    busy when it arrives isn't the link's. On processors the sender computes meanwhile, as in a step, so that the
-    threads that copy the message share its core. Their cost to a busy rank is measured apart.
+    It returns None for a single process. A pipeline of one rank sends no messages: its link is that of the sums,
+    without points. The receiver waits for the message: the delay of a rank that is busy when it arrives isn't the
+    link's. On processors the sender computes meanwhile, as in a step, so that the threads that copy the message share
+    its core. Their cost to a busy rank is measured apart.
 
     Args:
         device: the device between which and another one messages go.
@@ -48,8 +51,11 @@ def measure_link(
         sequence_parallel: whether tensor ranks have different tokens.
     """
     ranks = ranks or Ranks.of()
-    if ranks.pipeline.size < 2:
+    if ranks.world.size < 2:
         return None
+    sums = fit_link([_sum_point(ranks.world, size // 4, device) for size in _SIZES[2:]], dist.get_backend())
+    if ranks.pipeline.size < 2:
+        return replace(sums, points=())
     there = Channel("activations", 0, 1), Action(Op.SEND_F, 0)
     back = Channel("activations", 1, 0), Action(Op.SEND_F, 1)
     num_parts = ranks.tensor.size if sequence_parallel else 1  # that are messages of their own
@@ -65,7 +71,8 @@ def measure_link(
     handled = [_handling(transport, mine, theirs, size // num_parts) if copies else 0.0 for size in _HANDLED]
     ends = ranks.pipeline.gather(handled)[:2]
     shorter = map(min, zip(*ends, strict=True))  # the faster of two ranks also waits for the other
-    return fit_link(points, dist.get_backend(), tuple(zip(_HANDLED, shorter, strict=True)))
+    link = fit_link(points, dist.get_backend(), tuple(zip(_HANDLED, shorter, strict=True)))
+    return replace(link, sum_bandwidth=sums.bandwidth)
 
 
 def fit_link(
@@ -78,6 +85,19 @@ def fit_link(
     per_byte = max(per_byte, 1e-3 * float((seconds / sizes).min()))
     points, handling = ([(int(n), float(t)) for n, t in pairs] for pairs in (points, handling))
     return MeasuredLink(float(latency), float(1 / per_byte), backend, tuple(points), tuple(handling))
+
+
+def _sum_point(group: RankGroup, count: int, device: torch.device) -> tuple[int, float]:
+    """Returns the bytes that each rank of a ring passes on to sum so many numbers, and the median time."""
+    numbers, seconds = torch.zeros(count, device=device), []
+    for _ in range(_WARM_UPS + _REPEATS):
+        group.barrier()
+        began = time.perf_counter()
+        group.sum(numbers)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - began)
+    return 2 * (group.size - 1) * numbers.nbytes // group.size, statistics.median(seconds[_WARM_UPS:])
 
 
 def _gaps(

@@ -67,7 +67,7 @@ class PlannedMesh:
         own = replace(self.profile, degrees=config.parallel.degrees).message_bytes(training.seq_len)
         sent = float(own) * 2 * (tensor - 1) / tensor
         reductions = _REDUCTIONS * rows * len(self.profile.kinds) / pipeline.num_ranks
-        return self.ideal + reductions * sent / self.profile.link.bandwidth
+        return self.ideal + reductions * sent / self.profile.link.ring_bandwidth
 
     def row(self) -> tuple[str, str, str, str]:
         known = self.seconds < inf

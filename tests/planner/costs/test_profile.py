@@ -271,6 +271,8 @@ def test_replicas_reduce_gradients_over_the_measured_link(profile: Profile) -> N
     third = 4 * profile.num_parameters(stage) / 3 / link.bandwidth
     assert profile.gradient_seconds(stage, 3) == pytest.approx(4 * (link.latency + third))
     assert profile.gradient_seconds(stage, 1) == 0
+    twice = replace(profile, link=replace(link, sum_bandwidth=2 * link.bandwidth))
+    assert twice.gradient_seconds(stage, 3) == pytest.approx(4 * (link.latency + third / 2))
     assert profile.optimizer_step_seconds(stage, shards=2) == profile.optimizer_step_seconds(stage) / 2
     source = ProfileSource(profile, num_ranks=4)
     options = PlanOptions(pipeline_parallel=(2,), schedule=("1f1b",), stages_per_rank=(1,), num_slices=(2,))
