@@ -123,6 +123,21 @@ def test_a_gpt_has_the_papers_parameters_and_operations(config: PretrainedConfig
     assert 3 * 512 * (products + scores) == pytest.approx(paper.flops(1, recompute=False))
 
 
+def test_dropout_is_the_kernel_of_a_gpu() -> None:
+    """Of a GPT-2's layer, two: of 2 bytes read and written and a mask of 1, and backward as much. CPUs save 2 bytes."""
+    without, with_it = (count_model(gpt2(rate), 64).layers[0] for rate in (0.0, 0.1))
+    for op, num_kernels in ((Op.F, 2), (Op.I, 2), (Op.W, 0)):
+        more, less = with_it.ops[op], without.ops[op]
+        assert more.num_kernels - less.num_kernels == num_kernels
+        assert more.wide_bytes.per_token - less.wide_bytes.per_token == num_kernels * 5 * 64
+    assert with_it.activation_bytes - without.activation_bytes == 2 * 64
+
+
+def gpt2(dropout: float) -> GPT2Config:
+    rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
+    return GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=128, n_positions=64, **rates)
+
+
 @pytest.mark.parametrize("name", first_of(["llama", "mixtral", "gpt2", "gemma2"]))
 def test_a_layer_saves_what_a_real_stage_saves_for_one_layer_more(name: str) -> None:
     config = ARCHITECTURES[name]

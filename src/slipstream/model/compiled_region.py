@@ -26,6 +26,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from slipstream.autograd_calls import differentiable_once, direct_apply
@@ -67,12 +69,23 @@ _watchers: list[Callable[..., Any]] = []
 @contextmanager
 def watched_kernels(watcher: Callable[..., Any]) -> Iterator[None]:
     """Calls `watcher` with a region's function and its inputs, instead of the function, where a dispatch mode watches
-    operations: for counters, which take a region as the one kernel that it becomes."""
+    operations: for counters, which take a region as the one kernel that it becomes, and dropout as that of a GPU."""
     _watchers.append(watcher)
     try:
-        yield
+        with _KernelOfDropout():
+            yield
     finally:
         _watchers.pop()
+
+
+class _KernelOfDropout(TorchFunctionMode):
+    """Makes dropout one kernel that saves a mask of a byte an element, as on GPUs; elsewhere PyTorch takes several."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        settings = kwargs or {}
+        if func is functional.dropout and settings["training"] and settings["p"]:
+            return torch.native_dropout(args[0], settings["p"], True)[0]
+        return func(*args, **settings)
 
 
 def _key(inputs: Sequence[Any]) -> object:
