@@ -9,6 +9,7 @@ from benchmarks.gpipe.balance import stage_sums
 from benchmarks.gpipe.layer_times import Times
 from slipstream import simulate
 from slipstream.schedule import Action, Op, Schedule, add_recompute, make_schedule
+from slipstream.simulator import CostModel
 
 NONE, LATE, EARLY = RECOMPUTE = ("none", "with each backward", "as early as it can")
 
@@ -22,7 +23,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class StageCost:
+class StageCost(CostModel):
     """The costs of stages of `counts` layers, alike for all microbatches."""
 
     times: Times

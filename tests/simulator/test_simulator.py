@@ -18,6 +18,7 @@ from slipstream.schedule import (
     Op,
     Schedule,
     add_communication,
+    add_offload,
     forward_only,
     gpipe,
     one_f_one_b,
@@ -155,6 +156,16 @@ def test_gradient_reduction_takes_no_time_unless_measured() -> None:
     assert simulate(schedule, UnitCost()).makespan == simulate(gpipe(2, 2), UnitCost()).makespan == 9
 
 
+def test_a_ranks_copies_take_turns_while_it_computes() -> None:
+    """F0 OFFLOAD0 F1 OFFLOAD1 F2 OFFLOAD2 F3 RELOAD2 B3 RELOAD1 B2 RELOAD0 B1 B0: copies end at 5, 9, ... and 25."""
+    schedule = add_offload(gpipe(1, 1, 4))
+    cost = TableCost(table([[1] * 4], [[2] * 4]), copies={(0, index): 4 for index in range(4)})
+    assert simulate(schedule, replace(cost, copies={})).makespan == 12
+    ends = {span.action: span.end for span in simulate(schedule, cost).spans}
+    assert [ends[Action(Op.F, 0, 0, index)] for index in range(4)] == [1, 2, 3, 4]
+    assert [ends[Action(Op.B, 0, 0, index)] for index in (3, 2, 1, 0)] == [6, 19, 23, 27]
+
+
 @st.composite
 def schedules(draw: st.DrawFn) -> Schedule:
     """As plans have them."""
@@ -168,13 +179,14 @@ def schedules(draw: st.DrawFn) -> Schedule:
 @examples(150)
 @given(schedules(), st.integers(0, 2**32))
 def test_every_action_ends_when_it_does_in_the_simulator(schedule: Schedule, seed: int) -> None:
-    """Random times of stages, slices and links."""
+    """Random times of stages, slices, links and copies to the host."""
     slices, rng = schedule.num_slices, random.Random(seed)
     cost = TableCost(
         times={(g, s, op): rng.random() for g in range(schedule.num_stages) for s in range(slices) for op in Op},
         message_bytes=[rng.random() for _ in range(slices)],
         latency=rng.choice([0, rng.random()]),
         bandwidth=rng.choice([None, 0.5, 5.0]),
+        copies={(g, s): 2 * rng.random() for g in range(schedule.num_stages) for s in range(slices)},
     )
     arrays = ActionArrays.of(schedule)
     ends, seconds = end_times(arrays, cost)

@@ -106,7 +106,6 @@ class Device:
     action_seconds: Annotated[float, SECONDS] = 0.0  # of each forward or backward of a stage, however short its slice
     memory_efficiency: Annotated[float, FRACTION] = 0.8  # the share of the memory's bandwidth that kernels reach
     attention_efficiency: Annotated[float, FRACTION] = 0.5  # the share of the peak that the attention kernel reaches
-    host_bandwidth: Annotated[float, BANDWIDTH] = 16e9  # bytes per second to the host's memory, in one direction
     host_memory: Annotated[float, BYTES] = 32e9  # bytes of the host's memory for each device
 
     def matmul_flops(self, dtype: str) -> float:
@@ -156,7 +155,8 @@ class LinkKind:
 @dataclass(frozen=True)
 class Cluster:
     """Equal nodes of equal devices. `inside` connects the devices of a node or, in a rack that NVLink connects as a
-    whole, those of a domain of several nodes; `between` connects domains."""
+    whole, those of a domain of several nodes; `between` connects domains; `host` connects a device with its host's
+    memory, and its rate is that of copies one way at a time, while all devices of a node copy."""
 
     name: str
     device: Device
@@ -164,6 +164,7 @@ class Cluster:
     devices_per_node: Annotated[int, COUNT]
     inside: LinkKind  # between devices of a domain
     between: LinkKind  # between domains
+    host: LinkKind = LinkKind(16e9, 1e-5, efficiency=1.0)
     sources: Annotated[tuple[str, ...], _sources] = ()  # where the numbers come from
     nodes_per_domain: Annotated[int, COUNT] = 1
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from math import gcd
 from types import MappingProxyType
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from slipstream.cost.analytic import AnalyticCosts
 from slipstream.cost.cluster import Cluster
@@ -21,10 +21,15 @@ _COUNTED_ALONE: Mapping[str, str] = MappingProxyType(
 
 
 class HostMemorySpec(NamedTuple):
-    """The host's memory as one device sees it."""
+    """The host's memory as one device sees it while all devices of its node copy; its copies take turns."""
 
-    bandwidth: float  # bytes per second between the device and its host, in one direction
+    bandwidth: float  # bytes per second between the device and its host
+    latency: float  # seconds of a copy, however short
     capacity: float  # bytes for each device
+
+    def copy_seconds(self, num_bytes: Any) -> Any:
+        """Returns the seconds of a copy to the host, or of one back."""
+        return self.latency + num_bytes / self.bandwidth
 
 
 class AnalyticSource:
@@ -52,7 +57,8 @@ class AnalyticSource:
         self.parts, self.units_per_layer = model.parts, model.units_per_layer  # the kind of every part
         self.num_devices, self.devices_per_domain = cluster.num_devices, cluster.devices_per_domain
         self.memory = cluster.device.memory  # bytes of a device
-        self.host = HostMemorySpec(cluster.device.host_bandwidth, cluster.device.host_memory)
+        rate = cluster.host.rate(cluster.devices_per_node)
+        self.host = HostMemorySpec(rate, cluster.host.latency, cluster.device.host_memory)
         self.dtype, self.state = model.dtype, StateBytes.of(model.dtype)
         self.num_experts = gcd(*(part.num_experts for part in model.layers))  # that all layers with experts can spread
         self.refusals = self._refused_by_counts() | dict(refusals)

@@ -163,8 +163,8 @@ def shared_text(choices: Mapping[str, str]) -> str:
 def reasons(plan: Plan) -> list[str]:
     """Returns a line for each configuration that is the best with other values of one or more choices.
 
-    It says which choices differ, how much longer a step takes, where that time goes, and further differences. Of
-    degrees that the model doesn't allow it says why.
+    It says which choices differ, how much longer a step takes, the memory of the fullest rank, where the time goes, and
+    further differences. Of degrees that the model doesn't allow it says why.
     """
     best, groups = plan.best, dict[Configuration, list[Alternative]]()
     for alternative in plan.alternatives:
@@ -182,7 +182,7 @@ def _reason(choices: Sequence[str], alternative: Alternative, best: Prediction) 
     others = ", ".join(_named_choice(choice, other) for choice in other.differences(mine) if choice not in choices)
     notes = "; ".join(filter(None, [", ".join(changes), f"with {others}" if others else ""]))
     how_much = f"{longer:+.1%}" if abs(longer) >= _TINY else "as fast"
-    return f"{instead}: {how_much}" + (f" ({notes})" if notes else "")
+    return f"{instead}: {how_much}, {bytes_text(alternative.prediction.peak_memory)}" + (f" ({notes})" if notes else "")
 
 
 def _main_changes(alternative: Alternative, best: Prediction) -> list[tuple[str, float]]:

@@ -30,7 +30,7 @@ class ActionGraph(NamedTuple):
     exists: Flags  # False for the weight gradients of whole backwards
     rank: Ints
     chain: Ints  # the slices of a microbatch that attend to each other, in the order of admission
-    channel: Ints  # the channel that carries the result; -1 where it stays on its rank
+    channel: Ints  # the channel that carries the result; -1 where it stays on its rank; after these the ranks' copies
     link_seconds: Floats
     link_occupied: Floats
     acquired: Floats  # bytes allocated at the action's start
@@ -245,7 +245,13 @@ class ActionArrays:
         lines = dict.fromkeys(send[1] for send in self._sends if send)
         numbers = {line: index for index, line in enumerate(lines)}
         line = np.array([numbers[send[1]] if send else -1 for send in self._sends])[self._kinds[1]]
-        return self.graph(self.each(cost.seconds), line, len(lines), link(cost.link_seconds), link(cost.link_occupied))
+        arrives, occupied = link(cost.link_seconds), link(cost.link_occupied)
+        copies = np.isin(self.op, [NUMBERS[Op.OFFLOAD], NUMBERS[Op.RELOAD]])
+        if copies.any():
+            line = np.where(copies, len(lines) + self.rank, line)
+            copied = np.where(copies, self.each(cost.copy_seconds), 0.0)
+            arrives, occupied = arrives + copied, occupied + copied
+        return self.graph(self.each(cost.seconds), line, len(lines), arrives, occupied)
 
     def graph(
         self,

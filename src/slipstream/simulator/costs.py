@@ -24,6 +24,10 @@ class CostModel(Protocol):
         """Returns the seconds for which a message occupies its channel: bytes / bandwidth, or 0 if none waits."""
         return 0
 
+    def copy_seconds(self, copy: Action) -> float:
+        """Returns the seconds that an OFFLOAD or RELOAD copies; a rank's copies take turns, while the rank computes."""
+        return 0
+
     def activation_bytes(self, forward: Action) -> float:
         """Returns the bytes that F keeps until B, or W if the backward is split, has run; 0 unless counted."""
         return 0
@@ -46,7 +50,7 @@ def activation_step(span: Span, schedule: Schedule, cost: CostModel) -> tuple[fl
 
 
 @dataclass(frozen=True)
-class UnitCost:
+class UnitCost(CostModel):
     """Equal costs of every stage and slice. `UnitCost(backward=1)` makes forwards and backwards equal.
 
     Args:
@@ -86,7 +90,7 @@ class UnitCost:
 
 
 @dataclass(frozen=True)
-class TableCost:
+class TableCost(CostModel):
     """Costs per stage, slice and op, the same for every microbatch, and one kind of link between all ranks.
 
     Args:
@@ -96,6 +100,7 @@ class TableCost:
         bandwidth: bytes per second; None for messages that take their latency only.
         activations: bytes by (stage, slice) that F keeps for the backward; 0 if missing.
         kept: bytes by (stage, slice) of them that recomputation keeps until R.
+        copies: seconds by (stage, slice) that an OFFLOAD or RELOAD copies; 0 if missing.
 
     Raises:
         SlipstreamError: `bandwidth` is not above 0, or given without `message_bytes`; later, if an action has no time.
@@ -107,6 +112,7 @@ class TableCost:
     bandwidth: float | None = None
     activations: Mapping[tuple[int, int], float] = field(default_factory=dict)
     kept: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    copies: Mapping[tuple[int, int], float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.bandwidth is not None and (self.bandwidth <= 0 or not self.message_bytes):
@@ -128,6 +134,9 @@ class TableCost:
 
     def link_occupied(self, send: Action, source: int, destination: int) -> float:
         return 0 if self.bandwidth is None else self.message_bytes[send.slice] / self.bandwidth
+
+    def copy_seconds(self, copy: Action) -> float:
+        return self.copies.get((copy.stage, copy.slice), 0)
 
     def activation_bytes(self, forward: Action) -> float:
         return self.activations.get((forward.stage, forward.slice), 0)

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from slipstream.schedule import COMMUNICATION, Action, Channel, Schedule, channel, predecessors, running_order, sending
+from slipstream.schedule import (
+    COMMUNICATION,
+    Action,
+    Channel,
+    Op,
+    Schedule,
+    channel,
+    predecessors,
+    running_order,
+    sending,
+)
 from slipstream.simulator.costs import CostModel, activation_step, result_seconds
 from slipstream.simulator.memory_table import MemoryTables, RankMemory
 from slipstream.timeline import Span, Timeline
@@ -17,7 +27,8 @@ if TYPE_CHECKING:
 def simulate(schedule: Schedule, cost: CostModel, memory: MemoryTables | None = None) -> Timeline:
     """Returns the timeline of one step, in which each rank runs its actions in order as early as it can.
 
-    Messages travel while ranks compute and follow each other on their channel. In a schedule without communication a
+    Messages travel while ranks compute and follow each other on their channel; so do a rank's copies to the host and
+    back, for which nothing waits but what needs them. In a schedule without communication a
     message leaves when its action ends; in a lowered one when both ends are posted, and SEND and RECV appear as spans
     from posting to done. Activations count from the start of F to the end of B or W, except for tensors that R brings
     back later and for the time between OFFLOAD and RELOAD. Times and bytes have the cost model's number type: with ints
@@ -93,8 +104,9 @@ class _Simulation:
     def __init__(self, schedule: Schedule, cost: CostModel) -> None:
         self.schedule, self.cost = schedule, cost
         self.free: list[float] = [0] * schedule.num_ranks  # when each rank ends its last compute action
+        self.copied: list[float] = [0] * schedule.num_ranks  # when each rank ends its last copy to the host or back
         self.end: dict[Action, float] = {}
-        self.arrival: dict[Action, float] = {}  # producer -> when its result is on the other rank
+        self.arrival: dict[Action, float] = {}  # producer -> when its result is on the other rank, or copied
         self.posted: dict[Action, float] = {}
         self.line_free: dict[Channel, float] = {}
         self.spans: list[Span] = []
@@ -104,10 +116,13 @@ class _Simulation:
         rank = self.schedule.placement[action.stage]
         start = self.free[rank]
         for before in predecessors(action, self.schedule):
-            here = self.schedule.placement[before.stage] == rank
+            here = self.schedule.placement[before.stage] == rank and before.op is not Op.RELOAD
             start = max(start, self.end[before] if here else self._arrival(before, rank))
         end = self.free[rank] = self.end[action] = start + self.cost.seconds(action)
         self.spans.append(Span(rank, action, start, end))
+        if action.op in (Op.OFFLOAD, Op.RELOAD):
+            self.copied[rank] = max(end, self.copied[rank]) + self.cost.copy_seconds(action)
+            self.arrival[action] = self.copied[rank]
         if self.schedule.trains(action.stage) and (step := activation_step(self.spans[-1], self.schedule, self.cost)):
             time, change = step
             held = self.memory[rank][-1][1] if self.memory[rank] else 0

@@ -24,7 +24,7 @@ def start_times(graph: ActionGraph, order: ActionOrder) -> Floats:
     missing = graph.first_before[1:] - graph.first_before[:-1]
     ready = np.zeros(len(missing))
     start = np.full(len(missing), -1.0)
-    free, line_free = np.zeros(num_ranks), np.zeros(num_channels)
+    free, line_free = np.zeros(num_ranks), np.zeros(num_channels + num_ranks)
     reached = np.zeros(num_ranks, np.int64)
     waiting, num_waiting = np.arange(2 * num_ranks), num_ranks
     while num_waiting:
@@ -44,7 +44,9 @@ def start_times(graph: ActionGraph, order: ActionOrder) -> Floats:
                 arrival = leaves + graph.link_seconds[action]
             for after in graph.after[graph.first_after[action] : graph.first_after[action + 1]]:
                 there = graph.rank[after]
-                ready[after] = max(ready[after], end if there == rank else arrival)
+                # A copy is awaited by what computes with it; the copies of a rank take turns on a line of their own.
+                awaits_copy = line >= num_channels > graph.channel[after]
+                ready[after] = max(ready[after], arrival if there != rank or awaits_copy else end)
                 missing[after] -= 1
                 at = reached[there]
                 is_next = at < order.lengths[there] and order.rows[there, at] == after

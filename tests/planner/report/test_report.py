@@ -193,14 +193,15 @@ def test_reasons_name_the_choice_the_time_and_where_it_goes(plan: Plan) -> None:
         },
     )
     found = reasons(replace(plan, alternatives=(Alternative("tensor_parallel", other),)))
-    told = "+7.1% (12.3 s more waiting, 2.10 s less computing; with data parallel 2, recompute stage)"
+    held = bytes_text(best.peak_memory)
+    told = f"+7.1%, {held} (12.3 s more waiting, 2.10 s less computing; with data parallel 2, recompute stage)"
     assert found == [f"tensor parallel 4 instead of 1: {told}"]
     both = (Alternative("tensor_parallel", other), Alternative("data_parallel", other))
     (line,) = reasons(replace(plan, alternatives=both))
-    assert line.startswith("tensor parallel 4 instead of 1, data parallel 2 instead of 1: +7.1% (")
+    assert line.startswith(f"tensor parallel 4 instead of 1, data parallel 2 instead of 1: +7.1%, {held} (")
     same = replace(best, configuration=replace(best.configuration, offload=0.5))
     assert reasons(replace(plan, alternatives=(Alternative("offload", same),))) == [
-        "offload 50% instead of none: as fast"
+        f"offload 50% instead of none: as fast, {held}"
     ]
 
 

@@ -117,8 +117,8 @@ def small_cluster(num_nodes: int = 2, devices_per_node: int = 2, memory: float =
                 "memory_bandwidth": 1e10,
                 "kernel_seconds": 1e-6,
                 "matmul_efficiency": 0.9,
-                "host_bandwidth": 1e9,
             },
+            "host": {"bandwidth": 1e9, "latency": 0, "efficiency": 1},
             "inside": {"bandwidth": 1e9, "latency": 1e-6},
             "between": {"bandwidth": 1e8, "latency": 1e-5, "shared_by": 2},
         }
@@ -194,6 +194,23 @@ def test_gradients_are_reduced_where_a_run_reduces_them(schedule: str, stages_pe
     assert any(causes["gradient reduction"] == pytest.approx(wait) for wait in waits)
     assert (sum(waits) < 0.99 * sum(sums)) == (stages_per_rank > 1)
     assert (causes["weight gathering"] > 0) == (shard != "none")
+
+
+def test_a_step_waits_for_copies_that_the_devices_of_a_node_make_together() -> None:
+    """Over a slow link it takes longer than all copies to the host and back, and over one of two devices as long."""
+    configuration = Configuration(1, 2, 2, 1, "1f1b", 1, 2, "none", 1.0, "none")
+
+    def simulated(**link: float) -> SimulatedConfiguration:
+        cluster = replace(small_cluster(), host=replace(small_cluster().host, **link))
+        return SimulatedConfiguration.of(PlanSpace(source(cluster=cluster), SEQ_LEN, 8, PlanOptions()), configuration)
+
+    fast, slow, shared = simulated(bandwidth=1e13), simulated(bandwidth=1e8), simulated(bandwidth=2e8, shared_by=2)
+    assert fast.step()[1]["offload"] == pytest.approx(0, abs=1e-6)
+    copied = sum(slow.cost.copy_seconds(a) for a in slow.schedule.actions[0] if a.op in (Op.OFFLOAD, Op.RELOAD))
+    seconds, causes = slow.step()
+    assert copied < seconds < fast.step()[0] + copied
+    assert causes["offload"] == pytest.approx(seconds - fast.step()[0])
+    assert shared.step()[0] == pytest.approx(seconds)
 
 
 @examples(60)

@@ -287,12 +287,20 @@ class GroupBounds:
 
     @cached_property
     def _copy_seconds(self) -> Floats:
-        """The seconds of a rank's copies to the host, (recomputation, offload, slicing); a slice or two of a microbatch
-        may stay on the device."""
+        """The seconds of a rank's copies to the host and back, (recomputation, offload, slicing).
+
+        A slice stays on the device where its backward follows too soon: on each rank at most one of a microbatch, on
+        one of its stages; and on some rank of a pipeline at most two of all.
+        """
         host, shares = self.source.host, np.array(self.savings.offload)
-        away = np.array([sum(sorted(slices)[:-2]) / max(1, sum(slices)) for slices in self.slicings])
-        sent = self._kept.min(axis=1)[:, None] * shares * self.num_microbatches
-        seconds: Floats = (sent / (host.bandwidth if host else inf))[:, :, None] * away
+        longest = np.array([max(slices, default=1) / max(1, sum(slices)) for slices in self.slicings])
+        slice_bytes = np.stack([self.sizes.kept[what].max() for what in self.savings.recompute])[:, None] * longest
+        held = self.num_microbatches * self._kept
+        sent = held.max(axis=1)[:, None] - self.num_microbatches * slice_bytes
+        if len(set(self.cut.placement)) > 1:
+            sent = np.maximum(sent, held.min(axis=1)[:, None] - 2 * slice_bytes)
+        copied: Floats = 2 * np.maximum(0.0, sent) / (host.bandwidth if host else inf)
+        seconds: Floats = copied[:, None] * shares[:, None]
         return seconds
 
     @cached_property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 
@@ -14,7 +14,7 @@ from slipstream.planner.plans import AUTO, Configuration, Prediction
 from slipstream.planner.search.bounds import MemoryBound, PlacedPartition, StageTimes
 from slipstream.planner.search.plan_space import PlanSpace
 from slipstream.schedule import Op, Schedule
-from slipstream.simulator import CostModel, MemoryKind, MemoryTable, RankMemory, StageSlice
+from slipstream.simulator import MemoryKind, MemoryTable, RankMemory, StageSlice, TableCost
 from slipstream.simulator.action_graph import OPS, ActionArrays
 from slipstream.simulator.memory_account import OrderBytes, order_bytes
 from slipstream.simulator.simulation import end_times
@@ -29,19 +29,31 @@ class SimulatedConfiguration:
     cut: PlacedPartition
     times: StageTimes
     arrays: ActionArrays
-    cost: CostModel
 
     @classmethod
     def of(cls, space: PlanSpace, configuration: Configuration) -> SimulatedConfiguration:
         c, cut, times = configuration, space.cut(configuration), space.times(configuration)
-        arrays = space.actions(c)
-        units = list(product(range(len(cut.placement)), range(c.num_slices)))
-        tables = times.seconds(c.recompute)
-        ran = [op for op in tables if op in arrays.schedule.ops]
+        return cls(space, c, cut, times, space.actions(c))
+
+    @cached_property
+    def cost(self) -> TableCost:
+        """The seconds of its actions, messages and copies."""
+        space, c, placement = self.space, self.configuration, self.cut.placement
+        units, tables = list(product(range(len(placement)), range(c.num_slices))), self.times.seconds(c.recompute)
+        ran = [op for op in tables if op in self.schedule.ops]
         seconds = {(g, s, op): float(tables[op][g, s]) for op in ran for g, s in units}
         seconds |= space.found[c].of_head if c.schedule == AUTO else {}
-        cost = cut.costs.action_costs(seconds, times.slices, c.data_parallel)
-        return cls(space, c, cut, times, arrays, cost)
+        cost = self.cut.costs.action_costs(seconds, self.times.slices, c.data_parallel)
+        return replace(cost, copies=self._copies) if c.offload else cost
+
+    @property
+    def _copies(self) -> dict[tuple[int, int], float]:
+        """The seconds in which a slice of a stage is copied to the host, or back."""
+        host, schedule = self.space.source.host, self.schedule
+        assert host is not None, "offloads to an unknown host"
+        units = {StageSlice.of(action, schedule) for action in schedule.positions if action.op is Op.OFFLOAD}
+        sizes = {unit[:2]: -self.table.footprint(unit, Op.OFFLOAD).leaves for unit in units}
+        return {place: host.copy_seconds(size) for place, size in sizes.items()}
 
     @property
     def schedule(self) -> Schedule:
@@ -95,7 +107,7 @@ class SimulatedConfiguration:
         causes = self._causes(rank, float(ends[rank]))
         after = {"gradient reduction": gradients, "weight gathering": gathered, "optimizer": optimizer}
         causes |= {cause: float(seconds[rank]) for cause, seconds in after.items()}
-        return self._with_host(float(total[rank]), causes)
+        return float(total[rank]), causes
 
     def _reduced(self) -> Floats:
         """Returns when each rank's gradients are reduced: those of its stages one after the other, from the last stage
@@ -129,20 +141,11 @@ class SimulatedConfiguration:
             exchanged += self.times.exchanged[like][:, stage[chosen], index[chosen]].sum(axis=1)
         work = float(seconds.sum()) - recomputed
         causes = {"compute": work - float(exchanged.sum())} | dict(zip(EXCHANGES, exchanged.tolist(), strict=True))
-        return causes | {"recomputation": recomputed, "waiting": end - work - recomputed}
-
-    def _with_host(self, step: float, causes: dict[str, float]) -> tuple[float, dict[str, float]]:
-        """Returns the step, as long as the copies to the host at least, and its causes; copies back overlap."""
-        host, schedule = self.space.source.host, self.schedule
-        if not self.configuration.offload or host is None:
-            return step, causes
-        sent = np.zeros(schedule.num_ranks)
-        for action in schedule.positions:
-            if action.op is Op.OFFLOAD:
-                left = -self.table.footprint(StageSlice.of(action, schedule), Op.OFFLOAD).leaves
-                sent[schedule.placement[action.stage]] += left
-        longest = float(sent.max()) / host.bandwidth
-        return max(step, longest), {**causes, "offload": max(0.0, longest - step)}
+        copied = 0.0
+        if self.cost.copies:
+            ends, _ = end_times(arrays, replace(self.cost, copies={}))
+            copied = end - float(ends[arrays.firsts[rank + 1] - 1])
+        return causes | {"recomputation": recomputed, "offload": copied, "waiting": end - work - recomputed - copied}
 
 
 def may_fit(space: PlanSpace, configuration: Configuration) -> bool:
