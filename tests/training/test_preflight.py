@@ -147,6 +147,10 @@ SPREAD_AND_SHARDED = "vocabulary='spread' with parallel.shard='parameters'"
             "2 query heads can't be spread over cp=3 ranks. Give cp a divisor of 2: 1, 2; or give "
             "parallel.context_exchange=keys",
         ),
+        (
+            {"parallel": {"tensor": 2, "context": 2, "context_exchange": "heads"}},
+            "1 query heads of each of tp=2 ranks can't be spread over cp=2 ranks. Give cp a divisor of 1: 1; or give",
+        ),
         ({"parallel.context": 2, "model.config": BLOOM}, "model_type 'bloom' can't be trained with cp=2, where ranks"),
         (EXPERTS, "ep=2: 'llama' has no experts that can be spread"),
         (EXPERTS | {"model.config": MIXTURE}, "has 3 experts, which 2 ranks can't share evenly. Choose from 1, 3."),

@@ -200,13 +200,15 @@ def computed_tokens(part: tuple[int, int], length: int) -> tuple[int, int]:
     return part if part[0] < part[1] else (length - 1, length)
 
 
-def check_heads(num_heads: int, num_ranks: int) -> None:
-    """Raises SlipstreamError where ranks can't have equal numbers of a layer's query heads."""
+def check_heads(num_heads: int, num_ranks: int, num_tensor_ranks: int = 1) -> None:
+    """Raises SlipstreamError where ranks can't have equal numbers of a layer's query heads, or of those of each of the
+    ranks that share the layer."""
     if num_heads % num_ranks:
         allowed = [divisor for divisor in range(1, num_heads + 1) if num_heads % divisor == 0]
+        whose = f" of each of tp={num_tensor_ranks} ranks" if num_tensor_ranks > 1 else ""
         raise SlipstreamError(
-            f"{num_heads} query heads can't be spread over cp={num_ranks} ranks. Give cp a divisor of {num_heads}: "
-            f"{', '.join(map(str, allowed))}; or give parallel.context_exchange=keys."
+            f"{num_heads} query heads{whose} can't be spread over cp={num_ranks} ranks. Give cp a divisor of "
+            f"{num_heads}: {', '.join(map(str, allowed))}; or give parallel.context_exchange=keys."
         )
 
 

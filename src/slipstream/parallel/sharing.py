@@ -180,7 +180,7 @@ def _check_slices(config: PretrainedConfig, degrees: Degrees, kind: str) -> None
     heads = getattr(config.get_text_config(), "num_attention_heads", None)
     try:
         if kind == "heads" and isinstance(heads, int):
-            check_heads(heads // degrees.tensor, degrees.context)
+            check_heads(heads // degrees.tensor, degrees.context, degrees.tensor)
         with torch.no_grad(), full_precision():
             model, cuts = toy_model(config), TokenCuts((0, 5, 12), (0, 12))
             anatomy = anatomy_of_size(find_anatomy(config), model.config)
