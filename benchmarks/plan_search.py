@@ -3,29 +3,40 @@
     python -m benchmarks.plan_search                  # prints a table, writes results/plan_search.json
     python -m benchmarks.plan_search --joint          # the joint search alone: results/joint_search.json
     python -m benchmarks.plan_search --steps          # a step's plan, with memory limits: results/step_search.json
+    python -m benchmarks.plan_search --lengths        # large models, long sequences: results/plan_lengths.json
+    python -m benchmarks.plan_search --lengths "Qwen3-30B-A3B 131072 8"   # some of these cases, without a record
 
-On one core; the joint search and the plans of steps by their process's time, which other programs lengthen little.
+On one core; all but whole plans by their process's time, which other programs lengthen little.
 Calculon (Isaev et al., SC 2023) reports 148 configurations a second, each computed in closed form.
 """
 
 from __future__ import annotations
 
 import argparse
+import resource
 import statistics
 import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from importlib import import_module
+from itertools import product
+from multiprocessing import get_context
 from typing import Any
 
 import numpy as np
-from transformers import LlamaConfig
+from transformers import AutoConfig, LlamaConfig
 
 from benchmarks.harness import few, restart_in_environment, setting, write
 from benchmarks.joint_problems import RandomUnits, joint_problems
 from slipstream import Memory, Pipeline, Runtime
 from slipstream.cost import AnalyticSource, load_cluster
+from slipstream.errors import SlipstreamError
 from slipstream.pipeline.runtime import PipelineRuntime
 from slipstream.planner.joint import JointProblem, find_joint_plan
+from slipstream.planner.report import configuration_text
 from slipstream.planner.search import PlanOptions, search_plans
 from slipstream.planner.search.plan_space import PlanSpace
+from slipstream.planner.slicing.equal_stage_slicing import search_compiled
 from slipstream.profile import count_model
 
 REPEATS = 3  # of computing all bounds
@@ -47,6 +58,25 @@ SHAPES = {
         "num_attention_heads": 64,
     },
 }
+_405B = {"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "num_attention_heads": 128}
+_QWEN3 = {"head_dim": 128, "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "vocab_size": 151936}
+LONG: dict[str, tuple[str, dict[str, int]]] = {  # a model's type, and its sizes where they aren't the type's own
+    "Qwen3-30B-A3B": (
+        "qwen3_moe",
+        _QWEN3
+        | {"hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "moe_intermediate_size": 768},
+    ),
+    "Qwen3-235B-A22B": (
+        "qwen3_moe",
+        _QWEN3
+        | {"hidden_size": 4096, "num_hidden_layers": 94, "num_attention_heads": 64, "moe_intermediate_size": 1536},
+    ),
+    "DeepSeek-V3": ("deepseek_v3", {}),
+    "gpt-oss-120b": ("gpt_oss", {}),
+    "Llama-3-405B": ("llama", _405B | _COMMON),
+}
+LENGTHS, DEVICES = (8192, 131072, 1048576), (8, 64, 512, 4096, 16384)
+_TOKENS = {16384: 2**24}  # of a step on so many devices; on fewer, 4 million
 CASES = [  # model, cluster, nodes, tokens, sequences
     ("Llama-3-8B", "h100-dgx", 2, 65536, 8),
     ("Llama-3-8B", "h200-hgx", 8, 131072, 32),
@@ -150,6 +180,47 @@ def steps() -> None:
     print(f"wrote {write('step_search', {'setting': setting(), 'rows': rows})}")
 
 
+def measure_length(name: str, seq_len: int, num_devices: int) -> dict[str, Any]:
+    """Returns the time and memory of one search in this process, and the plan, or why there is none."""
+    kind, sizes = LONG[name]
+    model = count_model(AutoConfig.for_model(kind, **sizes), seq_len)
+    source = AnalyticSource(model, load_cluster("h100-dgx").with_nodes(num_devices // 8), name)
+    sequences = _TOKENS.get(num_devices, 2**22) // seq_len
+    row: dict[str, Any] = {"model": name, "tokens": seq_len, "devices": num_devices, "sequences": sequences}
+    import_compiled()
+    began = time.process_time()
+    try:
+        plan = search_plans(source, seq_len, sequences)
+    except SlipstreamError as error:
+        row["refused"] = str(error)
+    else:
+        row |= {"step seconds": plan.best.step_seconds, "mfu": plan.best.mfu, "gap": plan.gap}
+        row["best"] = configuration_text(plan.best.configuration)
+    row["seconds"] = time.process_time() - began
+    return row | {"bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
+
+
+def import_compiled() -> None:
+    """Loads what is compiled, so that it isn't in the time of a search."""
+    search_compiled()
+    import_module("slipstream.simulator.time_kernel")
+
+
+def lengths(cases: Sequence[str]) -> None:
+    """Each in a process of its own, so that its memory is that of one search."""
+    every = few([*map(" ".join, product(LONG, map(str, LENGTHS), map(str, DEVICES)))])
+    rows = []
+    for case in cases or every:
+        name, seq_len, num_devices = case.split()
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+            row = process.submit(measure_length, name, int(seq_len), int(num_devices)).result()
+        rows.append(row)
+        found = row.get("refused") or f"a step of {row['step seconds']:.4g} s, {row['best']}"
+        print(f"{case}: {row['seconds']:.0f} s, {row['bytes'] / 1e9:.2f} GB; {found}", flush=True)
+    if not cases:
+        print(f"wrote {write('plan_lengths', {'setting': setting(), 'rows': rows})}")
+
+
 def whole_plans() -> None:
     measure(*CASES[0])  # loads and warms everything up
     rows = []
@@ -171,9 +242,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--joint", action="store_true", help="measure the joint search alone")
     parser.add_argument("--steps", action="store_true", help="measure the plans of steps alone")
+    parser.add_argument("--lengths", nargs="*", help="measure the plans of large models and long sequences alone")
     options = parser.parse_args()
     restart_in_environment()
-    joint() if options.joint else steps() if options.steps else whole_plans()
+    if options.lengths is not None:
+        lengths(options.lengths)
+    else:
+        joint() if options.joint else steps() if options.steps else whole_plans()
 
 
 if __name__ == "__main__":

@@ -132,6 +132,7 @@ def test_every_named_schedule_takes_both_and_runs(schedule: Schedule) -> None:
 @given(schedules(), st.integers(1, 3), st.data())
 def test_recomputation_is_complete_bounded_and_never_later(schedule: Schedule, alive: int, data: st.DataObject) -> None:
     recomputed = add_recompute(schedule, alive=alive)
+    assert add_recompute(schedule, alive=alive, is_valid=True) == recomputed
     validate(recomputed)
     assert without(recomputed, Op.R) == schedule.actions
     plain = just_before(schedule)
@@ -144,12 +145,13 @@ def test_recomputation_is_complete_bounded_and_never_later(schedule: Schedule, a
 
 
 @examples(150)
-@given(schedules(), st.floats(0, 1), st.integers(0, 3), st.booleans())
+@given(schedules(), st.floats(0, 1) | st.just(1.0), st.integers(0, 3), st.booleans())
 def test_offload_takes_those_that_wait_longest(schedule: Schedule, share: float, ahead: int, again: bool) -> None:
     if again:
         schedule = add_recompute(schedule)
     moved = add_offload(schedule, share, ahead)
     validate(moved)
+    assert add_offload(schedule, share, ahead, is_valid=True) == moved
     assert without(moved, Op.OFFLOAD, Op.RELOAD) == schedule.actions
     spans = {span.action: span for span in simulate(schedule, UnitCost()).spans}
     for row, original in zip(moved.actions, schedule.actions, strict=True):

@@ -56,7 +56,7 @@ def memory_table(
         for g, stage in enumerate(stages)
         for like, op, footprint in of_stage(alike(stage))
     }
-    making: set[tuple[int, Op]] = {(g, op) for op, g, *_ in schedule.positions if op in (Op.B, Op.W)}
+    making: set[tuple[int, Op]] = {(g, op) for row in schedule.actions for op, g, *_ in row if op in (Op.B, Op.W)}
     gradients = {(g, op): state.gradients * trained[g] for g, op in making}
     # a stage's first backward makes gradients while it frees activations, so the two never exist in full together
     first = {

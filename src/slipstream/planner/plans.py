@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import NamedTuple
 
 from slipstream.cost import Degrees
@@ -160,8 +161,7 @@ class Plan:
     global_batch: int
     predictions: tuple[Prediction, ...]
     alternatives: tuple[Alternative, ...]  # to the best one, for each choice that has other values
-    schedule: Schedule  # of the best one, compute actions only
-    timeline: Timeline  # of the best one, with its memory over time
+    simulated: Callable[[], tuple[Schedule, Timeline]]  # the best one: only where asked for, as that may be long
     num_meshes: int  # all that divide; bounds were computed for each
     num_bounded_meshes: int  # those whose configurations were bounded, or can't fit
     num_configurations: int  # on these
@@ -174,6 +174,20 @@ class Plan:
     fused: bool = False  # whether norms and activations are fused kernels
     refusals: Mapping[str, str] = field(default_factory=dict)  # why ranks can't share slices, or experts; by choice
     trained: tuple[str, ...] = ()  # the trained part of the model, where that isn't all
+
+    @cached_property
+    def _simulation(self) -> tuple[Schedule, Timeline]:
+        return self.simulated()
+
+    @property
+    def schedule(self) -> Schedule:
+        """The best one's, compute actions only."""
+        return self._simulation[0]
+
+    @property
+    def timeline(self) -> Timeline:
+        """The best one's, with its memory over time."""
+        return self._simulation[1]
 
     @property
     def best(self) -> Prediction:

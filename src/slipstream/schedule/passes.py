@@ -20,11 +20,15 @@ from slipstream.schedule.action import COMMUNICATION, VOCABULARY, Action, Op, Sc
 from slipstream.schedule.lowering import Seconds, run_times, unit_seconds
 from slipstream.schedule.rules import predecessors
 from slipstream.schedule.schedule import Schedule
-from slipstream.schedule.validation import validate
+from slipstream.schedule.validation import running_order, validate
 
 
 def add_recompute(
-    schedule: Schedule, stages: Collection[int] | None = None, alive: int = 1, seconds: Seconds = unit_seconds
+    schedule: Schedule,
+    stages: Collection[int] | None = None,
+    alive: int = 1,
+    seconds: Seconds = unit_seconds,
+    is_valid: bool = False,
 ) -> Schedule:
     """Adds an R for the backwards of `stages` (default: all), as early as waiting time allows (GPipe section 2.3).
 
@@ -36,10 +40,12 @@ def add_recompute(
         rank 0  F0.0 F0.1 F0.2                B0.2----- R0.1 B0.1----- R0.0 B0.0-----
         rank 1       F0.0 F0.1 F0.2 B0.2----- R0.1 B0.1----- R0.0 B0.0-----
 
+    With `is_valid`, the schedule is taken to be so: a named one is.
+
     Raises:
         ScheduleError: the schedule is not valid, or has communication or recomputation already.
     """
-    order = _check(schedule, Op.R)
+    order = running_order(schedule) if is_valid else _check(schedule, Op.R)
     if alive < 1:
         raise ScheduleError(f"alive={alive}: a number of slices, 1 or more.")
     chosen = range(schedule.num_stages) if stages is None else stages
@@ -102,7 +108,9 @@ class _Row:
         return self._free
 
 
-def add_offload(schedule: Schedule, share: float = 1.0, ahead: int = 1, seconds: Seconds = unit_seconds) -> Schedule:
+def add_offload(
+    schedule: Schedule, share: float = 1.0, ahead: int = 1, seconds: Seconds = unit_seconds, is_valid: bool = False
+) -> Schedule:
     """Moves the saved activations of a `share` of each rank's slices to the host between forward and backward.
 
     Those that wait longest are chosen, in a run with times `seconds` and messages that take none. OFFLOAD stands right
@@ -111,20 +119,23 @@ def add_offload(schedule: Schedule, share: float = 1.0, ahead: int = 1, seconds:
 
         F0.0 OFFLOAD0.0 F0.1 F0.2 B0.2 RELOAD0.0 B0.1 B0.0
 
+    With `is_valid`, the schedule is taken to be so: a named one is.
+
     Raises:
         ScheduleError: the schedule is not valid, or has communication or offloading already.
     """
-    order = _check(schedule, Op.OFFLOAD)
+    order = [] if is_valid and share == 1 else _check(schedule, Op.OFFLOAD)
     if not 0 <= share <= 1 or ahead < 0:
         raise ScheduleError(f"share={share}, ahead={ahead}: a share from 0 to 1, and 0 or more actions ahead.")
-    starts, ends = run_times(schedule, seconds, order)
+    starts, ends = run_times(schedule, seconds, order) if share < 1 else ({}, {})  # all that are possible are chosen
     rows = []
     for row in schedule.actions:
         forwards = [action for action in row if action.op is Op.F and schedule.trains(action.stage)]
         needed = {forward: _first_use(forward, schedule) for forward in forwards}
         # Only where anything runs while the activations are away.
         possible = [f for f in forwards if needed[f] - ahead > schedule.positions[f][1] + 1]
-        possible.sort(key=lambda forward: ends[forward] - starts[row[needed[forward]]])
+        if share < 1:
+            possible.sort(key=lambda forward: ends[forward] - starts[row[needed[forward]]])
         chosen = set(possible[: round(share * len(forwards))])
         reloads: defaultdict[int, list[Action]] = defaultdict(list)
         for forward in sorted(chosen, key=needed.__getitem__):

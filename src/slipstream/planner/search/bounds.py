@@ -51,10 +51,8 @@ class ScheduleShape(NamedTuple):
 
     @property
     def with_few_microbatches(self) -> ScheduleShape:
-        """The shape with fewer microbatches, of which a rank has no more at the same time: a few groups of as many as
-        pass interleaved stages together. Where a rank has all of them, they stay."""
-        if SCHEDULES[self.name].holds_all:
-            return self
+        """The shape with fewer microbatches, of which a rank has no more at the same time unless it has all: a few
+        groups of as many as pass interleaved stages together."""
         group = -(-self.num_ranks // self.num_slices)
         return self._replace(num_microbatches=min(self.num_microbatches, _FILLED * group))
 
@@ -98,9 +96,9 @@ cached_schedule = NewestResults(60_000, _make_schedule)
 
 
 def with_savings(schedule: Schedule, recompute: bool = False, offload: float = 0.0) -> ActionArrays:
-    """Returns a schedule of compute actions with R, and with OFFLOAD and RELOAD for a share of the slices."""
-    schedule = add_recompute(schedule) if recompute else schedule
-    return ActionArrays.of(add_offload(schedule, offload) if offload else schedule)
+    """Returns a valid schedule of compute actions with R, and with OFFLOAD and RELOAD for a share of the slices."""
+    schedule = add_recompute(schedule, is_valid=True) if recompute else schedule
+    return ActionArrays.of(add_offload(schedule, offload, is_valid=True) if offload else schedule)
 
 
 @dataclass(frozen=True, eq=False)
@@ -430,8 +428,10 @@ class MemoryBound:
     offloads: bool  # whether activations may be on the host until their backward; those that I keeps for W never are
 
     def peaks(self, shape: ScheduleShape) -> Floats:
-        """Returns a lower bound of each rank's bytes at its peak."""
-        actions = marked_actions(shape)
+        """Returns a lower bound of each rank's bytes at its peak, from the first few microbatches: more are held only
+        where a rank has the forwards of all before its first backward, and all of them between the two."""
+        few = shape.with_few_microbatches
+        actions = marked_actions(few)
         op, stage = actions.op, actions.stage
         whole, kept_bytes = self.whole[stage, actions.slice], self.kept[stage, actions.slice]
         backward, last = (op == _B) | (op == _I), (op == _B) | (op == _W)
@@ -444,7 +444,13 @@ class MemoryBound:
         before = before + actions.opens * self.context[stage]
         # gradients exist once the backward that makes them has freed its activations
         after = after + actions.closes * self.context[stage] - actions.reduces * self.gradients[stage]
-        return row_peaks(actions.firsts, before, during, after)
+        peaks = row_peaks(actions.firsts, before, during, after)
+        if SCHEDULES[shape.name].holds_all:
+            rank = np.repeat(np.arange(shape.num_ranks), np.diff(actions.firsts))
+            stays = (before - actions.closes * self.context[stage]) * (op == _F)  # but where nothing is trained
+            held = np.bincount(rank, stays, shape.num_ranks) / few.num_microbatches
+            peaks = np.maximum(peaks, shape.num_microbatches * held)
+        return peaks
 
     def away(self, shape: ScheduleShape) -> float:
         """Returns a lower bound of the most bytes on one rank's host.

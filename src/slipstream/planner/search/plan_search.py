@@ -39,6 +39,7 @@ from slipstream.planner.search.plan_space import FoundPlan, PlanSpace
 from slipstream.planner.search.simulated_configuration import SimulatedConfiguration, may_fit, predict
 from slipstream.schedule import Schedule, split_backwards
 from slipstream.simulator import simulate
+from slipstream.timeline import Timeline
 from slipstream.units import bytes_text, plural
 
 # Kinds of recomputation by how little they hold, each with those that are never slower.
@@ -119,7 +120,11 @@ def search_plans(
         best, alternatives = run.settle()
     if not best:
         raise explain_misfit(space, frontier.num_meshes)
-    candidate = SimulatedConfiguration.of(space, best[0].configuration)
+
+    def simulated() -> tuple[Schedule, Timeline]:
+        candidate = SimulatedConfiguration.of(space, best[0].configuration)
+        return candidate.schedule, simulate(candidate.schedule, candidate.cost, candidate.table)
+
     return Plan(
         model=source.name,
         cluster=source.hardware,
@@ -129,8 +134,7 @@ def search_plans(
         global_batch=global_batch,
         predictions=tuple(best),
         alternatives=tuple(alternatives),
-        schedule=candidate.schedule,
-        timeline=simulate(candidate.schedule, candidate.cost, candidate.table),
+        simulated=simulated,
         num_meshes=frontier.num_meshes,
         num_bounded_meshes=frontier.num_bounded_meshes,
         num_configurations=frontier.num_bounded,

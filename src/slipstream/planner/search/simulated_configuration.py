@@ -150,7 +150,7 @@ class SimulatedConfiguration:
 
 def may_fit(space: PlanSpace, configuration: Configuration) -> bool:
     """Returns False only if a configuration is too large, even without messages and gradients of keys and values."""
-    c, cut, shape = configuration, space.cut(configuration), space.shape(configuration).with_few_microbatches
+    c, cut, shape = configuration, space.cut(configuration), space.shape(configuration)
     state = space.source.state.of_shards(c.shard)
     sizes, slices, by_layer = space.sizes(cut), np.array(space.slices(c)), c.recompute in BY_LAYER
     bound = MemoryBound(
