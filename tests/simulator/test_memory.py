@@ -21,9 +21,10 @@ from slipstream.schedule import (
     make_schedule,
     one_f_one_b,
     send_windows,
+    spread_vocabulary,
 )
 from slipstream.simulator import Footprint, MemoryKind, MemoryTable, StageSlice, UnitCost, memory_of, simulate
-from slipstream.simulator.memory_account import order_bytes
+from slipstream.simulator.memory_account import _SpreadHeadBuffers, order_bytes
 from support.examples import examples
 
 ONLY_ACTIVATIONS = {Op.F: 1, Op.B: -1, Op.I: 0, Op.W: -1, Op.OFFLOAD: -1, Op.RELOAD: 1}
@@ -302,3 +303,16 @@ def test_the_buffer_of_a_frozen_stage_s_input_is_free_after_its_forward() -> Non
 def test_a_unit_that_the_table_lacks() -> None:
     with pytest.raises(SlipstreamError, match=r"No bytes for B of StageSlice\(stage=0, slice=0.*add footprints\["):
         memory_of(gpipe(1, 1, 1), MemoryTable(footprints(1, 1, {Op.F: 1})))
+
+
+@pytest.mark.parametrize("embedding", [False, True])
+def test_buffers_of_a_spread_head_come_back(embedding: bool) -> None:
+    """All but those of sends that nothing tells of: L's, and the last gradients of the first stage's input."""
+    schedule = spread_vocabulary(one_f_one_b(3, 4, 2), embedding=embedding)
+    sizes = {op: [size] * 8 for op, size in {Op.F: 1.0, Op.V: 100.0, Op.L: 1e4, Op.E: 1e6}.items()}
+    for rank, row in enumerate(schedule.actions):
+        buffers = _SpreadHeadBuffers(schedule, rank, sizes)
+        left = sum(size * change for action in row for size, change in buffers.changes(action))
+        assert left % 1e4 == 0  # none of F and V
+        assert left % 1e6 == (8 * 2 * 1e4 if rank == 2 else 0)
+        assert (left >= 1e6) == (embedding and rank == 0)
