@@ -3,12 +3,14 @@
     python .ci/run_tests.py ARGUMENTS_OF_PYTEST
 
 The exit status is 0 where every test passed, the first time or the second. A run that isn't complete (pytest or a
-worker crashed, a test timed out, a module can't be imported, there are no tests) is not tried again and never 0.
+worker crashed, a test timed out, a module can't be imported, there are no tests) is not tried again and never 0. Where
+the environment has FLAKY_TESTS, the names of flaky tests are added to that file.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -60,6 +62,9 @@ def main(arguments: list[str]) -> int:
     flaky = [name for name in failed if name not in failed_twice]
     for name in flaky:
         print(f"FLAKY {name}: failed, then passed by itself")
+    if "FLAKY_TESTS" in os.environ:
+        with open(os.environ["FLAKY_TESTS"], "a", encoding="utf-8") as names:
+            names.writelines(f"{name}\n" for name in flaky)
     return status or int(bool(failed_twice))
 
 
