@@ -20,7 +20,7 @@ compute, take = LlamaMLP.forward, Trainer._train_step
 
 def compute_often(self: LlamaMLP, hidden: torch.Tensor) -> Any:
     with torch.no_grad():
-        for _ in range(8 if step >= 12 else 0):
+        for _ in range(16 if step >= 12 else 0):
             compute(self, hidden)
     return compute(self, hidden)
 
