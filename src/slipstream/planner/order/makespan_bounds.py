@@ -5,6 +5,7 @@ Compiled functions use mostly plain loops, since numpy's functions take long to 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from heapq import heappop, heappush
 from itertools import permutations
@@ -239,11 +240,18 @@ def _turns_apart(graph: ActionGraph, here: Ints, under: Floats, paths: _Paths) -
     members = [here[graph.chain[here] == chain] for chain in range(num_chains)]
     sizes = [graph.acquired[mine].sum() for mine in members]
     back = here + num_units
+    # Chains that are alike need two of them, one turn after the other, and no more.
+    costs = np.stack([graph.acquired, graph.seconds, paths.from_turn, paths.to_turn])
+    alike: dict[bytes, list[int]] = defaultdict(list)
+    for chain, mine in enumerate(members):
+        units = np.stack([costs[:, mine], costs[:, mine + num_units], costs[:, mine + 2 * num_units]])
+        alike[np.append(units.ravel(), under[mine]).tobytes()].append(chain)
+    different = [members[same[0]] for same in alike.values()]
     work = graph.seconds[back] + graph.seconds[back + num_units]
     rate = (work / graph.acquired[here]).min()
     left = (graph.seconds[here] + paths.to_turn[here]).min()
     apart[1] = np.inf
-    for one, other in permutations(range(num_chains), 2):
+    for one, other in permutations([chain for same in alike.values() for chain in same[:2]], 2):
         slack = limit - sizes[one] + tolerance
         theirs = members[other][under[members[other]] > slack]
         apart[1] = min(apart[1], _turn_after(graph, members[one], theirs, slack, under, paths))
@@ -251,7 +259,7 @@ def _turns_apart(graph: ActionGraph, here: Ints, under: Floats, paths: _Paths) -
     for lag in range(2, num_chains):
         excess = smallest[: lag + 1].sum() - limit - tolerance
         if excess > 0:
-            soonest = min(_freed_at(graph, mine, paths, excess / lag) for mine in members)
+            soonest = min(_freed_at(graph, mine, paths, excess / lag) for mine in different)
             apart[lag] = max(soonest, paths.from_turn[back].min() + excess * rate) + left
     return apart
 
