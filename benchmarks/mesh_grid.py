@@ -3,10 +3,10 @@
     python -m benchmarks.mesh_grid --rounds 1 # long, on two quiet cores; a later run does what is left
 
 For 1, 2, 4, 8 and 16 sequences of 512 to 4096 tokens on two processes, each contender runs in its own processes, and
-all take turns. The pipeline and the replicas are planned from measured costs, each on its mesh; the mesh that is chosen
-is that of the shorter planned step, which is what `slipstream train --pp=auto --dp=auto` does. DDP takes each replica's
-sequences one after the other, and sums gradients with the last. A case is right where the chosen one is at least 0.98
-times as fast as the fastest of all.
+all take turns; a step ends with AdamW. The pipeline and the replicas are planned from measured costs, each on its mesh;
+the mesh is chosen by the planned steps as `slipstream train --pp=auto --dp=auto` does. DDP takes each replica's sequences
+one after the other, and sums gradients with the last. A case is right where the chosen one is at least 0.98 times as
+fast as the fastest of all.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.optim import AdamW
 
 from benchmarks.contenders import Replicas, tokens
 from benchmarks.harness import (
@@ -37,12 +38,32 @@ from benchmarks.peers import model_config
 from slipstream import Pipeline, Runtime, make_mesh
 from slipstream.pipeline.pipeline_options import ExpectedBatch
 from slipstream.pipeline.tuning import seconds_after
+from slipstream.train.mesh_choice import preferred
 
 NAME = "mesh_grid"
 SEQUENCES, LENGTHS = (1, 2, 4, 8, 16), (512, 1024, 2048, 4096)
 PIPELINE, REPLICAS, DDP = "pipeline", "two replicas", "DDP"
+RANKS = {PIPELINE: 2, REPLICAS: 1}  # of the pipeline
 GOAL = 0.98
-STEPS = 2  # of a turn, of which the first doesn't count: it pays for page faults and for what others left in caches
+STEPS = 3  # of a turn, of which the first doesn't count: it pays for page faults and for what others left in caches
+
+
+def _optimizer(parameters: Iterator[nn.Parameter]) -> AdamW:
+    # The weights stay as they are, so that the losses of all contenders can be compared.
+    return AdamW(parameters, lr=0.0)
+
+
+class TrainedReplicas(Replicas):
+    """DDP of PyTorch with AdamW."""
+
+    def __init__(self, batch: int, length: int) -> None:
+        super().__init__(model_config(length), batch, length)
+        self.optimizer = _optimizer(self.parameters())
+
+    def step(self) -> float:
+        loss = super().step()
+        self.optimizer.step()
+        return loss
 
 
 class Planned:
@@ -63,9 +84,12 @@ class Planned:
             mesh=make_mesh(pp=2 // replicas, dp=replicas),
             runtime=Runtime(self_check=False),
         )
+        self.optimizer = _optimizer(self.pipe.parameters())
 
     def step(self) -> float:
-        return float(self.pipe.step(self.inputs, self.inputs))
+        loss = self.pipe.step(self.inputs, self.inputs)
+        self.optimizer.step()
+        return float(loss)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return self.pipe.parameters()
@@ -82,7 +106,7 @@ def case(batch: int, length: int, rounds: int) -> dict[str, Any]:
     contenders = [Contender(PIPELINE, Planned, batch, length, 1)]
     if batch > 1:
         contenders.append(Contender(REPLICAS, Planned, batch, length, 2))
-        contenders.append(Contender(DDP, Replicas, model_config(length), batch, length))
+        contenders.append(Contender(DDP, TrainedReplicas, batch, length))
     build_all(contenders)
     run, rest = ({each.name: getattr(each, what) for each in contenders} for what in ("run", "rest"))
     seconds = interleaved(run, repeats=1 if is_trial() else rounds, warmups=0, steps=STEPS, rests=rest)
@@ -98,7 +122,7 @@ def judged(seconds: Mapping[str, Sequence[float]], reports: Mapping[str, Any]) -
     """Returns which mesh is chosen, by the planned steps, and what it reaches against the fastest, by medians."""
     middle = medians({name: [*values] for name, values in seconds.items()})
     plans = {name: report for name, report in reports.items() if report is not None}
-    chosen = min(plans, key=lambda name: plans[name]["planned"])
+    chosen = [*plans][preferred([(plan["planned"], RANKS[name]) for name, plan in plans.items()])]
     over = min(middle.values()) / middle[chosen]
     return {"chosen": chosen, "over the fastest": over, "right": over >= GOAL, "medians": middle, "plans": plans}
 

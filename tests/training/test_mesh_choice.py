@@ -19,7 +19,7 @@ from slipstream.pipeline.tuning import StartRequest
 from slipstream.profile import profile_model
 from slipstream.profile.cost_cache import CostCache
 from slipstream.train.config import Config, load_config
-from slipstream.train.mesh_choice import PlannedMesh, mesh_table
+from slipstream.train.mesh_choice import PlannedMesh, mesh_table, preferred
 from slipstream.train.preflight import possible_meshes
 from support.tiny_training import TEXT, run_training, steps_of, tiny_llama
 
@@ -71,6 +71,12 @@ def test_ranks_that_share_slices_may_be_chosen_too(tmp_path: Path, monkeypatch: 
     model = LlamaConfig(**{key: value for key, value in SETTINGS["model"]["config"].items() if key != "model_type"})
     found = [*possible_meshes(loaded(tmp_path, "--pp=auto", "--cp=auto"), model)]
     assert [(each.pipeline.num_ranks, each.parallel.context) for each in found] == [(4, 1), (2, 2), (1, 4)]
+
+
+def test_of_steps_as_short_within_what_plans_are_off_the_fewest_pipeline_ranks_are_taken() -> None:
+    assert preferred([(1.0, 4), (1.03, 1), (1.015, 2)]) == 2
+    assert preferred([(1.0, 4), (1.03, 1), (1.03, 2)]) == 0
+    assert preferred([(1.01, 1), (1.0, 1)]) == 1
 
 
 def test_a_mesh_is_chosen_only_with_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,7 @@ from slipstream.units import bytes_text, seconds_text, table_text
 
 _EFFORT = 0.2  # of the search for a run: which mesh is best is soon clear
 _REDUCTIONS = 4  # of a layer's output between tensor ranks, in a forward and a backward
+_ALIKE = 1.02  # times the shortest planned step: plans are off by as much
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,7 @@ def choose_mesh(config: Config, device: torch.device, progress: Progress) -> Con
         raise SlipstreamError(
             f"no mesh of {config.num_processes} ranks has a plan that fits: {least.config.mesh_text}: {least.obstacle}"
         )
+    fitting.insert(0, fitting.pop(preferred([(mesh.seconds, mesh.config.pipeline.num_ranks) for mesh in fitting])))
     progress.say(mesh_table([*fitting, *(mesh for mesh in tried if mesh.obstacle)]))
     meshes = {mesh.config.mesh_text: rounded(mesh.seconds) for mesh in tried if mesh.seconds < inf}
     plan = config.plan.model_copy(update={"open": [], "predicted": {"meshes": meshes}})
@@ -109,6 +111,14 @@ def choose_mesh(config: Config, device: torch.device, progress: Progress) -> Con
         with folder.replaced(folder.config) as part:
             part.write_text(dump_config(chosen), encoding="utf-8")
     return chosen
+
+
+def preferred(steps: Sequence[tuple[float, int]]) -> int:
+    """Returns which mesh is taken, given the planned seconds and the pipeline ranks of each: of those whose steps are as
+    short as the shortest within 2%, the one with the fewest ranks, which wait for each other least."""
+    shortest = min(steps)[0]
+    alike = [(ranks, seconds, place) for place, (seconds, ranks) in enumerate(steps) if seconds <= _ALIKE * shortest]
+    return min(alike)[-1]
 
 
 def mesh_table(meshes: Sequence[PlannedMesh]) -> str:
