@@ -572,9 +572,32 @@ def test_what_fits_no_choice_wants_more_devices() -> None:
     assert search_plans(larger, 2048, 8, options=PlanOptions(num_simulated=1)).best.peak_memory <= 80e9
 
 
-def test_a_batch_that_nothing_divides() -> None:
-    with pytest.raises(SlipstreamError, match="no configuration fits these numbers: 4 devices, 6 layers, a global"):
-        search_plans(source(), SEQ_LEN, 7, options=PlanOptions(data_parallel=(2,)))
+@pytest.mark.parametrize(
+    ("batch", "given", "words"),
+    [
+        (7, {"data_parallel": (2,)}, "^data_parallel=2 fits nothing: .* the batch of 7 sequences. Choose from 1, or"),
+        (
+            8,
+            {"tensor_parallel": (3,)},
+            "^tensor_parallel=3 fits nothing: it divides the 4 devices and every",
+        ),
+        (8, {"tensor_parallel": (16,)}, "^tensor_parallel=16 fits nothing: .* Choose from 1, 2, 4, or leave it out"),
+        (8, {"context_parallel": (3, 5)}, "^context_parallel=3,5 fits nothing: .* Choose from 1, 2, 4, or leave"),
+        (8, {"expert_parallel": (3,)}, "^expert_parallel=3 fits nothing: .*layer's experts.* Choose from 1, 2, 4, or"),
+        (
+            8,
+            {"pipeline_parallel": (3,)},
+            "^pipeline_parallel=3 fits nothing: .* is at most the 6 layers. Choose from 1, ",
+        ),
+        (8, {"tensor_parallel": (4,), "context_parallel": (2,)}, "^tensor_parallel=4 .* beside context_parallel=2: "),
+        (8, {"stages_per_rank": (7,)}, "no configuration fits .* 6 layers.*, or allow more than stages_per_rank=7."),
+    ],
+)
+def test_what_fits_nothing_is_named(batch: int, given: dict[str, tuple[int, ...]], words: str) -> None:
+    layer = replace(SMALL.layers[0], num_experts=4)
+    model = AnalyticSource(replace(SMALL, layers=(layer,)), small_cluster(), "mixture", refusals={})
+    with pytest.raises(SlipstreamError, match=words):
+        search_plans(model, SEQ_LEN, batch, options=PlanOptions(**given))  # type: ignore[arg-type]
 
 
 def test_equal_layers_are_cut_evenly_by_time() -> None:

@@ -299,17 +299,38 @@ def _cheaper(configuration: Configuration) -> Iterator[Configuration]:
 
 
 def _nothing_divides(space: PlanSpace) -> SlipstreamError:
-    source, options = space.source, space.options
-    given = {choice_field.name: getattr(options, choice_field.name) for choice_field in fields(Configuration)}
-    allowed = ", ".join(f"{name}={','.join(map(str, values))}" for name, values in given.items() if values is not None)
+    """Returns the error that names the degree that is impossible by itself, or beside the others that are given."""
+    source, options, sequences = space.source, space.options, plural(space.global_batch, "sequence")
     devices, layers = plural(source.num_devices, "device"), plural(len(source.kinds), "layer")
+    rules = {
+        "tensor_parallel": f"divides the {devices} and every layer's heads",
+        "context_parallel": f"divides the {devices} and leaves each rank enough tokens of {space.seq_len}",
+        "expert_parallel": "divides every layer's experts, and data_parallel times context_parallel",
+        "pipeline_parallel": f"divides the {devices} and is at most the {layers}",
+        "data_parallel": f"divides the {devices} and the batch of {sequences}",
+    }
+    names = [choice.name for choice in fields(Configuration) if getattr(options, choice.name) is not None]
+    given = {name: getattr(options, name) for name in names}
+    texts = {name: f"{name}={','.join(map(str, values))}" for name, values in given.items()}
+
+    def meshes(allowed: dict[str, Any]) -> Iterator[Mesh]:
+        # Ranks that share layers may be on several nodes where that was asked for.
+        degrees: dict[str, Any] = dict.fromkeys(rules) | {"tensor_parallel": source.tensor_parallel_degrees}
+        return PlanSpace(source, space.seq_len, space.global_batch, replace(options, **degrees | allowed)).meshes()
+
+    alone = [name for name in rules if name in given and next(meshes({name: given[name]}), None) is None]
+    for name in alone or (name for name in rules if name in given):
+        others = [other for other in rules if other in given and other != name and not alone]
+        possible = {getattr(mesh, name) for mesh in meshes({other: given[other] for other in others})}
+        if allowed := sorted(possible - {*given[name]}):
+            beside = " beside " + " and ".join(map(texts.__getitem__, others)) if others else ""
+            return SlipstreamError(
+                f"{texts[name]} fits nothing{beside}: it {rules[name]}. Choose from "
+                f"{', '.join(map(str, allowed))}, or leave it out."
+            )
     return SlipstreamError(
-        f"no configuration fits these numbers: {devices}, {layers}, a global batch of "
-        f"{plural(space.global_batch, 'sequence')}. The data-parallel degree must divide the batch, the pipeline's be "
-        f"at most the layers, and their product with the tensor-parallel degree (of {source.tensor_parallel_degrees}) "
-        f"and the context-parallel one (of {source.context_parallel_degrees}) be the devices; the expert-parallel "
-        f"degree (of {source.expert_parallel_degrees}) divides the product of data and context. Change the batch or "
-        f"the number of nodes{', or allow more than ' + allowed if allowed else ''}."
+        f"no configuration fits these numbers: {devices}, {layers}, a global batch of {sequences}. Change the batch or "
+        f"the number of nodes{', or allow more than ' + ', '.join(texts.values()) if texts else ''}."
     )
 
 
