@@ -11,6 +11,7 @@ import slipstream
 from slipstream.cli.profile import profile as command
 from slipstream.cost import StageParts, load_profile
 from slipstream.errors import SlipstreamError
+from slipstream.units import bytes_text
 from support.architectures import VOCABULARY, llama
 from support.forked import slipstream_command
 
@@ -40,6 +41,7 @@ def test_a_model_folder(model: Path, tmp_path: Path) -> None:
     assert max(sizes) == 4 * 2**20
     assert min(seconds) >= 0 < max(seconds)  # four megabytes take more than a measurement's noise
     assert "a message of 1.05 MB keeps" in " ".join(result.stdout.split())
+    assert f"sums of gradients: each rank passes on {bytes_text(profile.link.sum_bandwidth or 0)}/s" in result.stdout
     cost = profile.cost([1, 3], [8, 8])
     assert cost.bandwidth == profile.link.bandwidth
 

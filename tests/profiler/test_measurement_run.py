@@ -220,9 +220,13 @@ def told(pipelines: int, shared: int) -> dict[str, Any]:
 
 
 def test_two_ranks_measure_half_each_and_plan_from_the_samples_of_both() -> None:
-    """Every point has samples of both ranks, of which one is 1% slower here."""
+    """Every point has samples of both ranks, of which one is 1% slower here. Replicas alone measure sums and no
+    messages: a pipeline of as many processes measures its own."""
     found = told(2, 1)
     assert found["equal"]
+    (alone, sums), (messages, _), again = found["links"]
+    assert alone == 0 < sums
+    assert 0 < messages == again[0]
     assert min(found["spreads"]) > 0
     stages, points, lengths = found["stages"], found["points"], found["lengths"]
     warm, bytes_of_all = stages * lengths, stages * (lengths + 1)

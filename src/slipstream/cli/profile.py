@@ -116,6 +116,7 @@ def _remarks(profile: Profile) -> list[str]:
     if link := profile.link:
         speed = f"latency {seconds_text(link.latency)}, bandwidth {bytes_text(link.bandwidth)}/s"
         lines.append(f"link ({link.backend}): {speed}")
+        lines.append(f"sums of gradients: each rank passes on {bytes_text(link.ring_bandwidth)}/s")
         if handled := float(link.handling_seconds(_LONG_MESSAGE)):
             size = bytes_text(_LONG_MESSAGE)
             lines.append(f"a message of {size} keeps each of its ranks from computing for {seconds_text(handled)}")

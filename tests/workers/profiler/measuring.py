@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+import tempfile
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
-from slipstream.cost import OPS
+from slipstream.cost import OPS, Profile
 from slipstream.parallel import Ranks, make_mesh
-from slipstream.profile import ProfileSettings, profile_model
+from slipstream.profile import ProfileSettings, cost_cache, find_costs, profile_model
 from slipstream.profile.stage_bench import StageBench
 from slipstream.schedule import Op
 from support.architectures import llama
@@ -30,6 +33,22 @@ class CountedRuns:
         return dict.fromkeys(OPS, self._factor * (100 + length))
 
 
+def links(profile: Profile) -> list[tuple[int, float]]:
+    """How many messages were timed, and the rate of a sum, of what is found for two replicas of one rank, then for two
+    ranks of a pipeline, and for the replicas again, whose kept costs are in one file."""
+    cost_cache.profile_model = lambda *given: replace(profile, link=given[3], disturbed=0.0)
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["XDG_CACHE_HOME"] = folder
+        for pp in (1, 2, 1):
+            mesh = Ranks.of(make_mesh(pp=pp, dp=2 // pp))
+            link = find_costs(llama(num_hidden_layers=2), SETTINGS, torch.device("cpu"), mesh).link
+            assert link is not None
+            found.append((len(link.points), link.ring_bandwidth))
+        dist.barrier()
+    return found
+
+
 def main() -> None:
     dist.init_process_group("gloo")
     ranks = Ranks.of(make_mesh(pp=int(sys.argv[1]), tp=int(sys.argv[2])))
@@ -38,13 +57,21 @@ def main() -> None:
     profile = profile_model(llama(num_hidden_layers=2), SETTINGS, torch.device("cpu"), ranks=ranks)
     measured = [(stage.fits, stage.points, stage.actions, stage.context_bytes) for stage in profile.stages]
     found = ranks.world.gather((runs.count, measured))
+    kept = links(profile) if ranks.pipeline.size == 2 else []
     spreads = [point.spread for point in profile.stages[0].points[Op.F]]
     if ranks.leads:
         counts, stages = zip(*found, strict=True)
         equal = all(each == stages[0] for each in stages)
         num_points = len(profile.stages[0].points[Op.F])
         lengths = len(profile.stages[0].actions)
-        told = {"counts": counts, "equal": equal, "points": num_points, "lengths": lengths, "spreads": spreads}
+        told = {
+            "counts": counts,
+            "equal": equal,
+            "points": num_points,
+            "lengths": lengths,
+            "spreads": spreads,
+            "links": kept,
+        }
         print(json.dumps(told | {"stages": len(profile.stages)}), flush=True)
     dist.barrier()
     dist.destroy_process_group()
