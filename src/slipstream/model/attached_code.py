@@ -209,7 +209,7 @@ class _Binding:
 
     def _function(self, function: FunctionType) -> FunctionType:
         cells = function.__closure__ or ()
-        contents = [_contents(cell) for cell in cells]
+        contents = [cell_contents(cell) for cell in cells]
         named = global_values(function)
         parts = [contents, function.__defaults__, function.__kwdefaults__, vars(function), named]
         bound = [self.of(part) for part in parts]
@@ -240,10 +240,11 @@ class _Binding:
         return bound if isinstance(values, list) else tuple(bound)
 
 
-def _contents(cell: CellType) -> Any:
+def cell_contents(cell: CellType) -> Any:
+    """Returns what a cell of a function's closure holds, None where nothing is assigned yet."""
     try:
         return cell.cell_contents
-    except ValueError:  # nothing is assigned yet
+    except ValueError:
         return None
 
 

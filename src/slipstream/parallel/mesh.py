@@ -398,10 +398,7 @@ def _take_gpu(
 
 
 def _make_group(
-    environment: Mapping[str, str],
-    backend: str,
-    stall_limit: float | Literal["off"] | None,
-    is_provisional: bool,
+    environment: Mapping[str, str], backend: str, stall_limit: float | Literal["off"] | None, is_provisional: bool
 ) -> None:
     missing = [name for name in _NEEDED if name not in environment]
     if missing:

@@ -231,11 +231,7 @@ def check_tensor_parallel(
 
 
 def _first_wrong(
-    config: PretrainedConfig,
-    given_plan: Mapping[str, str] | None,
-    group: RankGroup,
-    sequence: bool,
-    cuts_experts: bool,
+    config: PretrainedConfig, given_plan: Mapping[str, str] | None, group: RankGroup, sequence: bool, cuts_experts: bool
 ) -> str | None:
     device = torch.device("cuda", torch.cuda.current_device()) if group.uses_nccl else torch.device("cpu")
     whole = reference_model(_toy_config(config, group.size))

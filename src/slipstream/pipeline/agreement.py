@@ -155,11 +155,7 @@ class BatchAgreement:
         self._whole: Batch | None = None
 
     def check(
-        self,
-        whole: Batch,
-        split: Callable[[], tuple[SplitBatch, int]],
-        needs_targets: bool = True,
-        trains: bool = True,
+        self, whole: Batch, split: Callable[[], tuple[SplitBatch, int]], needs_targets: bool = True, trains: bool = True
     ) -> SplitBatch:
         """Returns the batch as cut by `split`, with the valid targets of all replicas, and begins to compare the batch
         with those of the other ranks, and the checksum that `split` returns of the actions that run it.

@@ -130,6 +130,18 @@ class Batch:
         largest = int(position_ids.max())
         return replace(self, are_rows=True, position_ids=None if counts else rows, max_position=largest)
 
+    def padded(self, num_tokens: Sequence[int]) -> Batch:
+        """Returns token ids with further sequences, of so many tokens each, in which nothing counts."""
+        ids = [self.targets[0].new_zeros(count) for count in num_tokens]
+        positions = [torch.arange(count, device=ids[0].device) for count in num_tokens]
+        return replace(
+            self,
+            inputs=([*self.inputs[0], *ids],),
+            targets=[*self.targets, *(torch.full_like(row, IGNORED) for row in ids)],
+            position_ids=None if self.position_ids is None else [*self.position_ids, *positions],
+            document_ids=None if self.document_ids is None else [*self.document_ids, *ids],
+        )
+
     def packed(self, groups: Sequence[Sequence[int]]) -> list[Batch]:
         """Returns the batch of each microbatch: a row of these sequences, each of them its own documents."""
         return [self._row(group) for group in groups]

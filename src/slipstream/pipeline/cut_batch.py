@@ -134,13 +134,25 @@ def cut_batch(
     batch: Batch, microbatches: Sequence[SlicedMicrobatch], seed: int, groups: Sequence[Sequence[int]] = ()
 ) -> SplitBatch:
     """Cuts a batch of token ids and unshifted targets into microbatches, each of some rows in slices of its own
-    lengths. Sequences of different lengths are packed into a row for each microbatch: `groups` are their numbers.
+    lengths. Sequences of different lengths are packed into a row for each microbatch: `groups` are their numbers; where
+    they have fewer tokens than the slices, padding follows.
 
     Documents are runs of equal document_ids, or, as in transformers, of consecutive position_ids: positions restart
     with each, and its last token predicts nothing (rule 12).
     """
     if groups:
-        return cut_groups(batch, microbatches, seed, groups, _cut_rows)
+        lengths = batch.token_counts
+        tokens = [sum(lengths[index] for index in group) for group in groups]
+        missing = [sum(microbatch.slices) - count for microbatch, count in zip(microbatches, tokens, strict=True)]
+        if not any(missing):
+            return cut_groups(batch, microbatches, seed, groups, _cut_rows)
+        rows = [(*group, len(lengths) + m) if missing[m] else group for m, group in enumerate(groups)]
+        cut = cut_groups(batch.padded(missing), microbatches, seed, rows, _cut_rows)
+        slices = [
+            [replace(piece, is_padding=piece.start >= count) for piece in pieces]
+            for pieces, count in zip(cut.slices, tokens, strict=True)
+        ]
+        return replace(cut, slices=slices, groups=groups)
     check_rows(len(batch.inputs[0]), len(microbatches), "sequences")
     return _cut_rows(batch, microbatches, seed)
 

@@ -171,7 +171,8 @@ class _CollectedTokens:
             return torch.cat(rows)
         cut: dict[int, Tensor] = {}
         for (row,), group in zip(rows, self.batch.groups, strict=True):
-            cut.update(zip(group, torch.split(row, [self.lengths[number] for number in group]), strict=True))
+            lengths = [self.lengths[number] for number in group]
+            cut.update(zip(group, torch.split(row[: sum(lengths)], lengths), strict=True))
         return [cut[number] for number in range(len(cut))]
 
     def on_every_rank(self, pipeline: RankGroup) -> SliceOutputs:

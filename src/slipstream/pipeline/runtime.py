@@ -122,14 +122,16 @@ class PipelineRuntime:
         self._last_schedule = ""  # the name of that of the last step or evaluation
         self._last_sequences: Sequence[MicrobatchSequences] = ()
 
-        # 5. The planner of steps, and the memory limit.
-        self.step_planning = StepPlanning(
-            self._plan_step, self.settings.schedule_for, self._check_and_lay_out, self.ranks, self.calls
-        )
-        self._first_steps = FirstSteps(self.settings, self.ranks, self._measured_rates, options.memory.limit)
+        # 5. The memory limit, and the planner of steps.
         records = self.graphs is not None and self.graphs.may_record  # on all ranks alike
         parts = self.ranks, self.family, self.layout, self._laid_out, self._rehearsal(), self.device
         self.memory_limit = MemoryLimit(options.memory.limit, records, *parts)
+        find, lay_out, fits = self._plan_step, self._check_and_lay_out, self.memory_limit.fits
+        rules = options.num_microbatches > 1, not self.has_own_loss
+        self.step_planning = StepPlanning(
+            find, self.settings.schedule_for, lay_out, fits, self.ranks, self.calls, *rules
+        )
+        self._first_steps = FirstSteps(self.settings, self.ranks, self._measured_rates, options.memory.limit)
         # The seed, and the steps so far.
         self.random_state: tuple[int, int] = self.ranks.run_on_leader(torch.initial_seed), 0
         self.last_step = ExecutedStep(self.layout, [])
@@ -194,11 +196,7 @@ class PipelineRuntime:
         return given_batch(self.ranks, self.device, inputs, *others, **options)
 
     def step(
-        self,
-        whole: Batch,
-        loss_scale: float,
-        plan: StepPlan | None = None,
-        num_targets: float | None = None,
+        self, whole: Batch, loss_scale: float, plan: StepPlan | None = None, num_targets: float | None = None
     ) -> Tensor:
         """Adds the batch's gradients, and returns the global mean loss, or the sum over `num_targets`. Collective.
         `plan` is for sequences alone."""

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 from typing import TypeVar
 from zlib import crc32
 
@@ -46,12 +47,18 @@ class StepPlanning:
         find: Callable[[Sequence[int]], StepPlan],
         order_of: Callable[[Lengths], Schedule],
         lay_out: Callable[[Schedule], object],
+        fits: Callable[[StepPlan], bool],
         ranks: Ranks,
         calls: CallAgreement,
+        keeps_number: bool,
+        may_pad: bool,
     ) -> None:
-        """`find` returns the plan for some lengths, `order_of` the schedule of microbatches of so many slices each, and
-        `lay_out` lowers a schedule and keeps the result."""
-        self._order_of = order_of
+        """`find` returns the plan for some lengths, `order_of` the schedule of microbatches of so many slices each,
+        `lay_out` lowers a schedule and keeps the result, and `fits` returns whether a plan keeps to the memory limit.
+
+        `keeps_number` where the number of microbatches was given, and `may_pad` where the loss counts no padding.
+        """
+        self._order_of, self._fits, self._keeps_number, self._may_pad = order_of, fits, keeps_number, may_pad
         self._find, self._lay_out, self._ranks, self._calls = find, lay_out, ranks, calls
         self._thread = ThreadPoolExecutor(1, "step-plan")
         self._waiting: OrderedDict[Lengths, Future[_PreparedPlan]] = OrderedDict()
@@ -118,7 +125,12 @@ class StepPlanning:
 
     def _in_one_order(self, plan: StepPlan, is_given: bool) -> StepPlan:
         """Returns the plan, or one changed so that all replicas run the same actions, in which they exchange tokens: of
-        each microbatch as many slices as the most of any replica has, and as its tokens allow. Collective.
+        each microbatch as many slices as the most of any replica has. Collective.
+
+        Microbatches are as many as the fewest of any replica, so that replicas with equally many tokens take equally
+        long. Where their number was given, or these would hold more than the memory limit, they are as many as the
+        most. A replica without tokens for a slice or a microbatch runs padding. A loss function might count that:
+        with one, microbatches are the fewest, in as many slices as each replica has tokens for.
 
         Raises SlipstreamError on every rank where a plan was given that would have to be changed.
         """
@@ -129,19 +141,26 @@ class StepPlanning:
                 "plan=...: the replicas' plans differ in their order, or not all were given one, and all have to run "
                 "the same actions, in which they exchange tokens. Give plans with one schedule, or leave them out."
             )
-        num_microbatches = min(len(microbatches) for microbatches, _ in every)
-        runs = (_runs(lengths, num_microbatches) for lengths, _ in every)
-        joined = [[(*map(sum, zip(*run, strict=True)),) for run in of_replica] for of_replica in runs]
-        counts = tuple(
-            min(max(count for _, count in of_replicas), min(tokens for tokens, _ in of_replicas))
-            for of_replicas in zip(*joined, strict=True)
-        )
-        groups = tuple(tuple(row for group in run for row in group) for run in _runs(plan.groups, num_microbatches))
-        own_rows = joined[self._ranks.copies.rank]
-        slices = tuple(tuple(slice_lengths(count, tokens)) for count, (tokens, _) in zip(counts, own_rows, strict=True))
-        schedule = self._order_of(counts)
+        numbers = [len(microbatches) for microbatches, _ in every]
+        fewest, most = min(numbers), max(numbers) if self._may_pad else min(numbers)
+        for number in range(most if self._keeps_number else fewest, most + 1):
+            runs = [_runs(lengths, number) for lengths, _ in every]
+            sums = [[[*map(sum, zip((0, 0), *run, strict=True))] for run in of_replica] for of_replica in runs]
+            rows = (zip(*of_replicas, strict=True) for of_replicas in zip(*sums, strict=True))
+            counts = [max(slices) if self._may_pad else min(*tokens, max(slices)) for tokens, slices in rows]
+            changed = self._with_counts(plan, counts)
+            if number == most or all(self._ranks.copies.gather(self._fits(changed))):
+                break
+        return changed
+
+    def _with_counts(self, plan: StepPlan, counts: Sequence[int]) -> StepPlan:
+        """Returns the plan with microbatches of so many slices, which are cut anew where they were others."""
+        groups = [tuple(chain(*run)) for run in _runs(plan.groups, len(counts))]
+        rows = [tuple(chain(*run)) for run in _runs(plan.slices, len(counts))]
+        slices = [row if len(row) == count else _cut(sum(row), count) for row, count in zip(rows, counts, strict=True)]
+        schedule = self._order_of(tuple(counts))
         self._lay_out(schedule)
-        return StepPlan(groups, slices, schedule)
+        return StepPlan(tuple(groups), tuple(slices), schedule)
 
     def _first_ranks(self, plan: StepPlan) -> StepPlan:
         """Returns the plan of the first of the ranks that share a batch. Collective."""
@@ -153,6 +172,12 @@ class StepPlanning:
 
 def _runs(items: Sequence[_Item], number: int) -> list[Sequence[_Item]]:
     return [items[slice(*part_bounds(len(items), number, part))] for part in range(number)]
+
+
+def _cut(tokens: int, count: int) -> tuple[int, ...]:
+    """Returns slices of nearly equal lengths, of which those that the tokens don't reach have one of padding."""
+    reached = min(tokens, count)
+    return (*(slice_lengths(reached, tokens) if reached else ()), *(1,) * (count - reached))
 
 
 def _checksum(value: object) -> int:

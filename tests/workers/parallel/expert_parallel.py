@@ -252,12 +252,32 @@ def lists_of_sequences() -> None:
         expected = lists_step(whole, [(row[None], row[None]) for each in rows for row in each])
         mine = rows[pipe.replica]
         assert abs(float(pipe.step(mine, mine)) - expected) < BOUND * expected
+        assert len(pipe.last_step.microbatches) == min(3, max(map(len, lengths)))
         assert wrong_by(pipe, gradients(whole)) < BOUND
         assert abs(float(pipe.evaluate(mine, mine)) - expected) < BOUND * expected
         chances = pipe.log_probabilities(mine, mine)
         for row, found in zip(mine, chances, strict=True):
             wanted = whole(input_ids=row[None]).logits[0, :-1].log_softmax(-1).gather(-1, row[1:, None])
             assert float((found[1:] - wanted.squeeze(-1)).abs().max()) < BOUND
+
+
+def fewer_microbatches() -> None:
+    """Replicas run as many microbatches as the one with the fewest; where that would hold more than the memory limit,
+    the others run padding. A given number is kept, and padding takes no part in the load-balancing loss."""
+    rows = [[random_tokens(1, 60, seed=row)[0] for row in range(6)], [random_tokens(1, 9)[0]]]
+    open_ = {"slices": "auto", "schedule": "auto", "mesh": replicas()}
+    for limit, wanted in ((None, [[(360,)], [(9,)]]), (3e6, [[(60,)] * 6, [(9,)] + [(1,)] * 5])):
+        pipe = make_pipe(model_of("qwen3_moe"), memory=Memory(limit=limit), **open_)
+        pipe.step(rows[pipe.replica], rows[pipe.replica])
+        assert [microbatch.slices for microbatch in pipe.last_step.microbatches] == wanted[pipe.replica]
+    few, whole = [rows[0][:2], [rows[0][2][:3]]], mixture("mixtral")
+    settings: dict[str, Any] = {"slices": 5, "num_microbatches": 2, "router_loss": "per_layer", "mesh": replicas()}
+    pipe = make_pipe(mixture("mixtral"), **settings)
+    with no_rounding_inside():
+        pipe.step(few[pipe.replica], few[pipe.replica])
+        balanced_step(whole, [(row[None], row[None]) for each in few for row in each])
+    assert [len(microbatch.slices) for microbatch in pipe.last_step.microbatches] == [5, 5]
+    assert wrong_by(pipe, gradients(whole)) < BOUND
 
 
 def plans_that_differ() -> None:
@@ -462,6 +482,7 @@ CASES = by_name(
         dropout,
         packed_documents,
         lists_of_sequences,
+        fewer_microbatches,
         plans_that_differ,
         exchanged_bytes,
         router_loss,

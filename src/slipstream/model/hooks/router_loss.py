@@ -89,11 +89,13 @@ class RouterLoss:
             every = torch.stack([*sums.values()])
             if context.exchange is not None:
                 every = context.exchange.sum(every)
-            loss = self._loss(every, tokens.length * len(tokens.input_ids)) * tokens.loss_share
+            loss = self._loss(every) * tokens.loss_share
             hidden = begin_with(hidden, lambda: [torch.ones_like(loss)], loss)
         return context.leave(sums, hidden)
 
-    def _loss(self, sums: Tensor, num_tokens: int) -> Tensor:
+    def _loss(self, sums: Tensor) -> Tensor:
+        # Padding is in no sum, and a row of nothing else has no loss.
+        num_tokens = (sums[0, 1].sum() / self.top_k).clamp(min=1)
         losses = [len(choices) * (choices @ chances) / num_tokens**2 for chances, choices in sums]
         return self.weight * torch.stack(losses).sum()
 

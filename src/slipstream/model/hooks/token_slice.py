@@ -41,6 +41,7 @@ class TokenSlice:
     loss_share: float = 0.0  # of the step's scaled loss, the microbatch's: layers' additions to it count as much
     parts: TokenParts = ()  # [begin, end) within the slice of each rank's tokens; none: all are here
     part: int = 0  # this rank's number among them
+    is_padding: bool = False  # of a replica that has no tokens where others have some
 
     @property
     def end(self) -> int:
@@ -55,7 +56,7 @@ class TokenSlice:
     def num_own(self) -> int:
         """How many of the slice's tokens are this rank's; 0 where it computes one for nothing."""
         begin, end = self.parts[self.part] if self.parts else (0, self.input_ids.shape[1])
-        return end - begin
+        return 0 if self.is_padding else end - begin
 
     @property
     def is_cut(self) -> bool:

@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 
 from slipstream.attention import ContextStore
 from slipstream.model.anatomy import ModelAnatomy
-from slipstream.model.attached_code import HOOKS, copy_modules, copy_with_shared_weights, global_values
+from slipstream.model.attached_code import HOOKS, cell_contents, copy_modules, copy_with_shared_weights, global_values
 from slipstream.model.causal_lm_stage import CausalLMStage
 from slipstream.model.cutting import PassThrough
 from slipstream.model.given_model import Change, GivenModel
@@ -458,7 +458,7 @@ def _values(value: Any, depth: int) -> list[object]:
         return []
     inner: list[Any] = []
     if isinstance(value, FunctionType):
-        inner = [_cell(cell) for cell in value.__closure__ or ()] + [*(value.__defaults__ or ())]
+        inner = [cell_contents(cell) for cell in value.__closure__ or ()] + [*(value.__defaults__ or ())]
         inner += [item for item in global_values(value).values() if not isinstance(item, FunctionType)]
     elif isinstance(value, MethodType):
         inner = [value.__func__, value.__self__]
@@ -473,13 +473,6 @@ def _values(value: Any, depth: int) -> list[object]:
     return [item for part in inner for item in _values(part, depth - 1)]
 
 
-def _cell(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # nothing is assigned yet
-        return None
-
-
 def _described(layer: nn.Module) -> Iterator[object]:
     """Yields the key that two layers of one kind share: the types of their modules, and the code attached to each."""
     places = {id(module): name for name, module in layer.named_modules(remove_duplicate=False)}
@@ -490,7 +483,7 @@ def _described(layer: nn.Module) -> Iterator[object]:
         if id(value) in places:
             return "part", places[id(value)]
         if depth and isinstance(value, FunctionType):
-            cells = tuple(describe(_cell(cell), depth - 1) for cell in value.__closure__ or ())
+            cells = tuple(describe(cell_contents(cell), depth - 1) for cell in value.__closure__ or ())
             return value.__code__, cells, tuple(describe(default, depth - 1) for default in value.__defaults__ or ())
         if depth and isinstance(value, MethodType):
             return describe(value.__func__, depth), describe(value.__self__, depth - 1)

@@ -123,10 +123,7 @@ class MemoryLimit:
     ) -> RehearsedStep:
         """Returns the rehearsal of a step of these microbatches in this layout."""
         return self._rehearsal(
-            schedule=layout.training,
-            recompute=layout.recompute,
-            batch=batch,
-            microbatches=microbatches,
+            schedule=layout.training, recompute=layout.recompute, batch=batch, microbatches=microbatches
         )
 
     @property
@@ -172,6 +169,10 @@ class MemoryLimit:
         held = rows.activation_bytes(len(problem.placement))
         problem = replace(problem, rates=replace(problem.rates, activation_bytes=held))
         return find_plan_within(problem, StepMemory(limit, rows.state_bytes(problem.placement), self._held_with))
+
+    def fits(self, plan: StepPlan) -> bool:
+        """Returns whether a step's plan keeps to the limit, as far as known rows tell."""
+        return self.limit is None or self.rows is None or max(self._held_with(plan)) <= self.limit
 
     def _held_with(self, plan: StepPlan) -> list[float]:
         """Returns the bytes that every rank would hold with a step's plan."""
