@@ -3,10 +3,10 @@
     python -m benchmarks.mesh_grid --rounds 1 # long, on two quiet cores; a later run does what is left
 
 For 1, 2, 4, 8 and 16 sequences of 512 to 4096 tokens on two processes, each contender runs in its own processes, and
-all take turns; a step ends with AdamW. The pipeline and the replicas are planned from measured costs, each on its mesh;
-the mesh is chosen by the planned steps as `slipstream train --pp=auto --dp=auto` does. DDP takes each replica's sequences
-one after the other, and sums gradients with the last. A case is right where the chosen one is at least 0.98 times as
-fast as the fastest of all.
+all take turns; a step ends with AdamW. The pipeline and the replicas are planned from measured costs, each on its
+mesh; the mesh is chosen by the planned steps as `slipstream train --pp=auto --dp=auto` does. DDP takes each replica's
+sequences one after the other, and sums gradients with the last. A case is right where the chosen one is at least 0.98
+times as fast as the fastest of all.
 """
 
 from __future__ import annotations

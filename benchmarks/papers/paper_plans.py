@@ -33,7 +33,7 @@ from slipstream.planner.search.bounds import PlacedPartition, ScheduleShape
 from slipstream.planner.search.plan_options import PlanOptions
 from slipstream.planner.search.plan_space import PlanSpace
 from slipstream.schedule import Action, Op, Schedule, make_schedule
-from slipstream.simulator.action_graph import ActionArrays
+from slipstream.schedule.action_arrays import ActionArrays
 
 KEPT = 128  # schedules
 

@@ -6,6 +6,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -51,6 +52,16 @@ def picture(function: Callable[..., Any]) -> str:
     """The lines of the docstring that begin with `rank`."""
     lines = [line for line in inspect.getdoc(function).splitlines() if line.startswith("    rank ")]
     return textwrap.dedent("\n".join(lines))
+
+
+def test_rows_of_numbers_are_what_a_user_would_write() -> None:
+    schedule = make_schedule("zb-v", 3, 2, 2, 2)
+    written = replace(schedule, actions=tuple(schedule.actions))
+    assert isinstance(written.actions, tuple)
+    assert schedule == written == Schedule.parse(str(schedule))
+    assert written == schedule
+    assert (hash(schedule), schedule.checksum, schedule.kinds) == (hash(written), written.checksum, written.kinds)
+    assert schedule != replace(written, actions=written.actions[::-1])
 
 
 @pytest.mark.parametrize(("name", "counts"), PICTURED.items(), ids=PICTURED)

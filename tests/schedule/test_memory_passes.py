@@ -37,6 +37,7 @@ from slipstream.schedule import (
 )
 from slipstream.simulator import TableCost, simulate
 from slipstream.simulator.costs import UnitCost
+from slipstream.simulator.time_kernel import run_rows
 from support.examples import examples
 
 NAMED = [
@@ -132,7 +133,7 @@ def test_every_named_schedule_takes_both_and_runs(schedule: Schedule) -> None:
 @given(schedules(), st.integers(1, 3), st.data())
 def test_recomputation_is_complete_bounded_and_never_later(schedule: Schedule, alive: int, data: st.DataObject) -> None:
     recomputed = add_recompute(schedule, alive=alive)
-    assert add_recompute(schedule, alive=alive, is_valid=True) == recomputed
+    assert add_recompute(schedule, alive=alive, run=run_rows) == recomputed
     validate(recomputed)
     assert without(recomputed, Op.R) == schedule.actions
     plain = just_before(schedule)
@@ -151,7 +152,7 @@ def test_offload_takes_those_that_wait_longest(schedule: Schedule, share: float,
         schedule = add_recompute(schedule)
     moved = add_offload(schedule, share, ahead)
     validate(moved)
-    assert add_offload(schedule, share, ahead, is_valid=True) == moved
+    assert add_offload(schedule, share, ahead, run=run_rows) == moved
     assert without(moved, Op.OFFLOAD, Op.RELOAD) == schedule.actions
     spans = {span.action: span for span in simulate(schedule, UnitCost()).spans}
     for row, original in zip(moved.actions, schedule.actions, strict=True):

@@ -28,8 +28,8 @@ from slipstream.schedule import (
     split_backwards,
     validate,
 )
+from slipstream.schedule.action_arrays import ActionArrays
 from slipstream.simulator import Footprint, MemoryTable, StageSlice, memory_of
-from slipstream.simulator.action_graph import ActionArrays
 from slipstream.simulator.simulation import end_times
 from support.examples import examples
 

@@ -24,8 +24,8 @@ from slipstream.schedule import (
     one_f_one_b,
     predecessors,
 )
+from slipstream.schedule.action_arrays import ActionArrays
 from slipstream.simulator import TableCost, simulate
-from slipstream.simulator.action_graph import ActionArrays
 from slipstream.simulator.costs import MeasuredCost, UnitCost
 from slipstream.simulator.simulation import end_times
 from slipstream.timeline import Timeline

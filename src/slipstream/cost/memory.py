@@ -11,7 +11,8 @@ from typing import NamedTuple
 from slipstream.cost.operation_counts import StateBytes
 from slipstream.cost.sources import StageCosts
 from slipstream.cost.stages import BY_LAYER, Stage, StageParts, layers_with_backward
-from slipstream.schedule import Op, Schedule
+from slipstream.schedule import Op, Schedule, without_communication
+from slipstream.schedule.action_arrays import ActionArrays
 from slipstream.simulator import Footprint, MemoryTable, StageSlice
 
 
@@ -51,12 +52,14 @@ def memory_table(
             cache(partial(costs.context_gradient_bytes, length=length)),
         )
     )
+    arrays = ActionArrays.of(without_communication(schedule))
+    units = (arrays.stage, arrays.slice, arrays.has(Op.R), arrays.has(Op.OFFLOAD))
     footprints = {
         (StageSlice(g, *like), op): footprint
-        for g, stage in enumerate(stages)
-        for like, op, footprint in of_stage(alike(stage))
+        for g, *like in dict.fromkeys(zip(*(column.tolist() for column in units), strict=True))
+        for op, footprint in of_stage(alike(stages[g]))[tuple(like)].items()
     }
-    making: set[tuple[int, Op]] = {(g, op) for row in schedule.actions for op, g, *_ in row if op in (Op.B, Op.W)}
+    making: set[tuple[int, Op]] = {(g, op) for op, g in schedule.kinds if op in (Op.B, Op.W)}
     gradients = {(g, op): state.gradients * trained[g] for g, op in making}
     # a stage's first backward makes gradients while it frees activations, so the two never exist in full together
     first = {
@@ -78,9 +81,9 @@ def memory_table(
 
 def _footprints(
     costs: StageCosts, recompute: str, slices: tuple[int, ...], ops: frozenset[Op], layers: Stage
-) -> list[tuple[tuple[int, bool, bool], Op, Footprint]]:
-    """Returns (slice, recomputed, offloaded), op, footprint of one stage for every way to save a slice's memory."""
-    rows = []
+) -> dict[tuple[int, bool, bool], dict[Op, Footprint]]:
+    """Returns the bytes of one stage's actions by (slice, recomputed, offloaded)."""
+    every = {}
     for s, length in enumerate(slices):
         total = costs.action_bytes(layers, length)
         by_layer = recompute in BY_LAYER
@@ -105,8 +108,8 @@ def _footprints(
                 Op.OFFLOAD: Footprint(-left, 0.0),
                 Op.RELOAD: Footprint(left, left),
             }
-            rows += [((s, recomputed, offloaded), op, footprint) for op, footprint in bytes_by_op.items() if op in ops]
-    return rows
+            every[s, recomputed, offloaded] = {op: bytes_by_op[op] for op in bytes_by_op if op in ops}
+    return every
 
 
 class _LargestLayer(NamedTuple):

@@ -41,6 +41,10 @@ RECEIVES = frozenset({Op.RECV_F, Op.RECV_B})
 COMMUNICATION = SENDS | RECEIVES
 VOCABULARY = frozenset({Op.V, Op.L, Op.VW, Op.E, Op.EW})
 
+# By these numbers, arrays name ops.
+OPS = tuple(Op)
+NUMBERS = {op: number for number, op in enumerate(OPS)}
+
 # SEND_F of stage g and RECV_F of stage g+1 are two ends of one message; gradients travel the other way.
 _OTHER_END = {
     Op.SEND_F: (Op.RECV_F, 1),

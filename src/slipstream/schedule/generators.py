@@ -8,18 +8,19 @@ V-Half and V-Min repeat a building block: one slice's way over the V (Controllab
 from __future__ import annotations
 
 import sys
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from itertools import accumulate, groupby, pairwise, permutations
+from itertools import accumulate, islice, pairwise, permutations
 from math import inf
 from typing import NamedTuple
 
 from slipstream.errors import did_you_mean
-from slipstream.schedule.action import Action, Op, ScheduleError
-from slipstream.schedule.rules import predecessors
-from slipstream.schedule.schedule import Schedule, SliceCounts
+from slipstream.schedule.action import NUMBERS, OPS, Op, ScheduleError
+from slipstream.schedule.schedule import ActionRows, Schedule, SliceCounts
+
+# Here an action is a number, whose digits are its op, stage, microbatch and slice; there are at most so many of each.
+_MOST = 2**19
 
 
 @dataclass(frozen=True)
@@ -64,25 +65,28 @@ class Counts:
         """Returns the rank's stages in the looped placement: stage g on rank g mod p."""
         return range(rank, self.num_ranks * self.stages_per_rank, self.num_ranks)
 
-    def passes(self, op: Op, stage: int, microbatches: Iterable[int] | None = None) -> list[Action]:
+    def passes(self, op: Op, stage: int, microbatches: Iterable[int] | None = None) -> list[int]:
         """Returns a stage's F, B, I or W of one microbatch after another, by default of all.
 
         Slices go forward in order, and backward last in, first out.
         """
         chosen = range(self.num_microbatches) if microbatches is None else microbatches
-        step = 1 if op is Op.F else -1
-        return [Action(op, stage, m, i) for m in chosen for i in range(self.slice_counts[m])[::step]]
+        first, step = (NUMBERS[op] * _MOST + stage) * _MOST, 1 if op is Op.F else -1
+        return [(first + m) * _MOST + i for m in chosen for i in range(self.slice_counts[m])[::step]]
 
-    def schedule(self, row: Callable[[int], Iterable[Action]], v_shaped: bool = False) -> Schedule:
+    def schedule(self, row: Callable[[int], Sequence[int]], v_shaped: bool = False) -> Schedule:
         """Returns the schedule whose ranks run `row(rank)`; a V-shaped placement has stages r and 2p-1-r on rank r."""
+        import numpy as np
+
         ranks = tuple(range(self.num_ranks))
         placement = ranks + ranks[::-1] if v_shaped else ranks * self.stages_per_rank
-        rows = tuple(tuple(row(rank)) for rank in ranks)
-        counts = self.slice_counts
-        return Schedule(self.name, rows, placement, self.num_microbatches, self.most_slices, slice_counts=counts)
+        rows = [row(rank) for rank in ranks]
+        columns = map(np.ascontiguousarray, np.unravel_index(np.concatenate(rows), (len(OPS), _MOST, _MOST, _MOST)))
+        actions, counts = ActionRows(np.cumsum([0, *map(len, rows)]), *columns), self.slice_counts
+        return Schedule(self.name, actions, placement, self.num_microbatches, self.most_slices, slice_counts=counts)
 
 
-def alternate(forward: Sequence[Action], backward: Sequence[Action], warmup: int) -> list[Action]:
+def alternate(forward: Sequence[int], backward: Sequence[int], warmup: int) -> list[int]:
     """Returns `warmup` forwards, then one backward and one forward alternately until both are used up."""
     actions = list(forward[:warmup])
     for i, action in enumerate(backward, start=warmup):
@@ -118,7 +122,7 @@ def one_f_one_b(num_stages: int, num_microbatches: int, num_slices: SliceCounts 
     """
     counts = Counts("1f1b", num_stages, num_microbatches, num_slices)
 
-    def row(rank: int) -> list[Action]:
+    def row(rank: int) -> list[int]:
         warmup = counts.most_slices + num_stages - 1 - rank
         return alternate(counts.passes(Op.F, rank), counts.passes(Op.B, rank), warmup)
 
@@ -158,10 +162,10 @@ def zb_h2(num_stages: int, num_microbatches: int, num_slices: SliceCounts = 1) -
 def _handcrafted(counts: Counts, lead: int) -> Schedule:
     """Returns Seq1F1B with I for B, `lead` more forwards for every rank after it, and W `lead * rank` slices late."""
 
-    def row(rank: int) -> list[Action]:
+    def row(rank: int) -> list[int]:
         forward, inputs, weights = (counts.passes(op, rank) for op in (Op.F, Op.I, Op.W))
         after = dict(zip(inputs[lead * rank :], weights, strict=False))  # the last ones find no I to follow
-        actions: list[Action] = []
+        actions: list[int] = []
         for action in alternate(forward, inputs, counts.most_slices + lead * (counts.num_ranks - 1 - rank)):
             actions += [action, after[action]] if action in after else [action]
         return actions + weights[len(after) :]
@@ -200,7 +204,7 @@ def interleaved_one_f_one_b(
     # Before a group's first backward its slices have run through the earlier stages, and a microbatch through the last.
     warmup = max((stages_per_rank - 1) * sum(slices[m] for m in g) + max(slices[m] for m in g) for g in groups)
 
-    def row(rank: int) -> list[Action]:
+    def row(rank: int) -> list[int]:
         stages = counts.stages(rank)
         forward = [a for group in groups for g in stages for a in counts.passes(Op.F, g, group)]
         backward = [a for group in groups for g in reversed(stages) for a in counts.passes(Op.B, g, group)]
@@ -228,7 +232,7 @@ def breadth_first(
     """
     counts = Counts("breadth-first", num_ranks, num_microbatches, num_slices, stages_per_rank)
 
-    def row(rank: int) -> list[Action]:
+    def row(rank: int) -> list[int]:
         stages, last_first = counts.stages(rank), range(num_microbatches)[::-1]
         forward = [a for g in stages for a in counts.passes(Op.F, g)]
         return forward + [a for g in reversed(stages) for a in counts.passes(Op.B, g, last_first)]
@@ -277,36 +281,32 @@ def zb_v(num_ranks: int, num_microbatches: int, num_slices: SliceCounts = 1) -> 
     padded = replace(counts, num_microbatches=len(filled), num_slices=filled)
     num_units = sum(filled)
 
-    def row(rank: int) -> list[Action]:
-        down, up = (_Stage(padded, stage) for stage in (rank, 2 * num_ranks - 1 - rank))
+    def row(rank: int) -> list[int]:
+        down, up = (_takes(padded, stage) for stage in (rank, 2 * num_ranks - 1 - rank))
         below = num_ranks - rank  # this rank and those after it
         turned = rank + most - 1  # slices on their way up before the first backward starts
-        actions = down.take("F" * (2 * below - 1))
+        actions = down("F" * (2 * below - 1))
         for _ in range(turned):
-            actions += up.take("F") + down.take("F")
+            actions += up("F") + down("F")
         for _ in range(below):
-            actions += up.take("FIW")
+            actions += up("FIW")
         for _ in range(num_units - turned - below):
-            actions += down.take("FIW") + up.take("FIW")
+            actions += down("FIW") + up("FIW")
         for _ in range(turned):
-            actions += down.take("I") + up.take("I")
+            actions += down("I") + up("I")
         for _ in range(below):
-            actions += down.take("IW")
-        actions += up.take("W" * num_units) + down.take("W" * num_units)
-        return [action for action in actions if action.microbatch < num_microbatches]
+            actions += down("IW")
+        actions += up("W" * num_units) + down("W" * num_units)
+        return [action for action in actions if action // _MOST % _MOST < num_microbatches]
 
     return counts.schedule(row, v_shaped=True)
 
 
-class _Stage:
-    """The passes of one stage that have not been taken, each kind in its order."""
-
-    def __init__(self, counts: Counts, stage: int) -> None:
-        self._passes: dict[str, deque[Action]] = {op: deque(counts.passes(op, stage)) for op in (Op.F, Op.I, Op.W)}
-
-    def take(self, ops: str) -> list[Action]:
-        """Returns the next pass of every kind in `ops`, without kinds that are used up."""
-        return [self._passes[op].popleft() for op in ops if self._passes[op]]
+def _takes(counts: Counts, stage: int) -> Callable[[str], list[int]]:
+    """Returns a function that takes the next pass of a stage of every kind in its text, without kinds that are used
+    up."""
+    left: dict[str, Iterator[int]] = {op: iter(counts.passes(op, stage)) for op in (Op.F, Op.I, Op.W)}
+    return lambda ops: [action for op in ops for action in islice(left[op], 1)]
 
 
 def v_half(num_ranks: int, num_microbatches: int, num_slices: SliceCounts = 1) -> Schedule:
@@ -402,51 +402,49 @@ def _repeat(block: list[_StageOfBlock], counts: Counts) -> Schedule:
     """
     num_units, ramp = sum(counts.slice_counts), counts.most_slices - 1
     limits = [stage.limit + ramp for stage in block]
-    due: dict[Action, float] = {}
-    for g, stage in enumerate(block):
-        forward = counts.passes(Op.F, g)
-        for k, action in enumerate(forward):
-            due[action] = stage.forward + 2 * min(k, ramp) + _PERIOD * max(k - ramp, 0)
-        for k, action in enumerate(counts.passes(Op.I, g)):
-            due[action] = stage.backward + 2 * ramp + _PERIOD * k
-        for k, action in enumerate(counts.passes(Op.W, g), start=limits[g]):
-            due[action] = due[forward[k]] - 1 if k < num_units else inf
-    rows = _by_rank(due, (*range(counts.num_ranks), *reversed(range(counts.num_ranks))))
-    return _by_due_time(counts.schedule(rows.__getitem__, v_shaped=True), due, limits)
+    due: list[float] = []
+    for rank in range(counts.num_ranks):
+        for stage in (block[rank], block[-1 - rank]):
+            forward = [stage.forward + 2 * min(k, ramp) + _PERIOD * max(k - ramp, 0) for k in range(num_units)]
+            limit = stage.limit + ramp
+            due += [*forward, *(stage.backward + 2 * ramp + _PERIOD * k for k in range(num_units))]
+            due += [forward[k] - 1 if k < num_units else inf for k in range(limit, limit + num_units)]
+
+    def row(rank: int) -> list[int]:
+        stages = rank, 2 * counts.num_ranks - 1 - rank
+        return [action for stage in stages for op in (Op.F, Op.I, Op.W) for action in counts.passes(op, stage)]
+
+    return _by_due_time(counts.schedule(row, v_shaped=True), due, limits)
 
 
-def _by_due_time(passes: Schedule, due: dict[Action, float], limits: list[int]) -> Schedule:
+def _by_due_time(passes: Schedule, due: list[float], limits: list[int]) -> Schedule:
     """Reorders each rank's passes: in every unit of time it runs, of those that can run, the one due first.
 
     A stage that holds its limit of slices takes no other until a W. The ranks can't get stuck: a limit is
     at least a microbatch's slices, so all of them reach the last stage and the backwards begin.
     """
-    before = {action: frozenset(predecessors(action, passes)) for action in due}
-    kinds = [groupby(row, key=lambda action: (action.stage, action.op)) for row in passes.actions]
-    waiting = [[deque(kind) for _, kind in row] for row in kinds]
-    held = [0] * len(limits)
-    takes = {Op.F: 1, Op.I: 0, Op.W: -1}
-    done: dict[Action, None] = {}  # in order
+    from slipstream.schedule.action_arrays import ActionArrays  # loads numpy
 
-    def can_run(action: Action) -> bool:
-        fits = action.op is not Op.F or held[action.stage] < limits[action.stage]
-        return fits and before[action] <= done.keys()
+    arrays = ActionArrays.of(passes)
+    first_before, _, first_after, after = (column.tolist() for column in arrays.precedence)
+    missing = [end - first for first, end in pairwise(first_before)]
+    stages, room, order = arrays.stage.tolist(), list(limits), list[int]()
+    # Each rank's F, I and W of its two stages, the next one of each last.
+    size, ranks = len(due) // (6 * passes.num_ranks), range(passes.num_ranks)
+    waiting = [[[*range(k * size, (k + 1) * size)][::-1] for k in range(6 * rank, 6 * rank + 6)] for rank in ranks]
 
-    while len(done) < len(due):
-        by_due = (sorted(filter(None, queues), key=lambda queue: due[queue[0]]) for queues in waiting)
-        ready = (next((queue for queue in queues if can_run(queue[0])), None) for queues in by_due)
-        for action in [queue.popleft() for queue in list(ready) if queue]:
-            held[action.stage] += takes[action.op]
-            done[action] = None
-    return replace(passes, actions=_by_rank(done, passes.placement))
+    def next_pass(rank: int) -> int | None:
+        heads = ((kind, queue[-1]) for kind, queue in enumerate(waiting[rank]) if queue)
+        can_run = [(due[a], kind) for kind, a in heads if not missing[a] and (kind % 3 or room[stages[a]])]
+        return waiting[rank][min(can_run)[1]].pop() if can_run else None
 
-
-def _by_rank(actions: Iterable[Action], placement: tuple[int, ...]) -> tuple[tuple[Action, ...], ...]:
-    """Returns each rank's actions, in the order given."""
-    rows: list[list[Action]] = [[] for _ in range(max(placement) + 1)]
-    for action in actions:
-        rows[placement[action.stage]].append(action)
-    return tuple(map(tuple, rows))
+    while len(order) < len(due):
+        for action in [action for rank in ranks if (action := next_pass(rank)) is not None]:
+            order.append(action)
+            room[stages[action]] += action // size % 3 - 1
+            for later in after[first_after[action] : first_after[action + 1]]:
+                missing[later] -= 1
+    return arrays.only(order)
 
 
 class ScheduleKind(NamedTuple):

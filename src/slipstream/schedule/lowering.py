@@ -6,17 +6,19 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import accumulate
-from typing import Literal, NamedTuple
+from itertools import accumulate, chain, pairwise
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from slipstream.schedule.action import BACKWARDS, COMMUNICATION, RECEIVES, SENDS, Action, Op, ScheduleError
-from slipstream.schedule.rules import consumer, predecessors, sending
+from slipstream.schedule.rules import consumer, sending
 from slipstream.schedule.schedule import Schedule
 from slipstream.schedule.validation import grid, running_order, validate
 
+if TYPE_CHECKING:
+    from slipstream.schedule.action_arrays import ActionArrays
+
 NARROWEST_WINDOW = 8  # sends that may be on their way on a channel, at least
 Seconds = Callable[[Action], float]
-Times = dict[Action, float]
 _UNIT_SECONDS = {Op.B: 2, Op.OFFLOAD: 0, Op.RELOAD: 0, Op.REDUCE_GRAD: 0, Op.L: 0, Op.E: 0, Op.EW: 0}
 
 
@@ -41,13 +43,14 @@ def channel(action: Action, schedule: Schedule) -> Channel:
 
 def forward_only(schedule: Schedule) -> Schedule:
     """Returns the forwards of a compute-only schedule, for evaluation."""
-    forwards = (Op.F, Op.V, Op.L, Op.E)
-    return _rewritten(schedule, lambda action: (action,) if action.op in forwards else ())
+    arrays = _arrays(schedule)
+    return arrays.only(arrays.is_one_of(Op.F, Op.V, Op.L, Op.E))
 
 
 def without_communication(schedule: Schedule) -> Schedule:
     """Returns the schedule without sends and receives."""
-    return _rewritten(schedule, lambda action: () if action.op in COMMUNICATION else (action,))
+    arrays = _arrays(schedule)
+    return arrays.only(~arrays.is_one_of(*COMMUNICATION))
 
 
 def freeze_stages(schedule: Schedule, number: int) -> Schedule:
@@ -57,15 +60,15 @@ def freeze_stages(schedule: Schedule, number: int) -> Schedule:
     rank 1       F0.0 F0.1                 (no B)
     rank 2            F0.0 F0.1 B0.1 B0.0
     """
-    frozen = replace(schedule, num_frozen_stages=number)
-    backwards = BACKWARDS | {Op.R, Op.OFFLOAD, Op.RELOAD, Op.REDUCE_GRAD}
-    return _rewritten(frozen, lambda action: () if action.stage < number and action.op in backwards else (action,))
+    arrays = _arrays(replace(schedule, num_frozen_stages=number))
+    backward = arrays.is_one_of(*BACKWARDS, Op.R, Op.OFFLOAD, Op.RELOAD, Op.REDUCE_GRAD)
+    return arrays.only(~backward | (arrays.stage >= number))
 
 
-def _rewritten(schedule: Schedule, rewrite: Callable[[Action], tuple[Action, ...]]) -> Schedule:
-    """Returns the schedule with `rewrite(action)` in the place of each action."""
-    rows = tuple(tuple(rewritten for action in row for rewritten in rewrite(action)) for row in schedule.actions)
-    return replace(schedule, actions=rows)
+def _arrays(schedule: Schedule) -> ActionArrays:
+    from slipstream.schedule.action_arrays import ActionArrays  # loads numpy
+
+    return ActionArrays.of(schedule)
 
 
 def split_backwards(schedule: Schedule, everywhere: bool = False) -> Schedule:
@@ -79,25 +82,13 @@ def split_backwards(schedule: Schedule, everywhere: bool = False) -> Schedule:
     With `everywhere`, splits each B, whether or not it sends.
     """
     placement = schedule.placement
-    sends = {g for g in range(schedule.num_stages) if everywhere or (g and placement[g - 1] != placement[g])}
-
-    def halves(action: Action) -> tuple[Action, ...]:
-        if action.op is not Op.B or action.stage not in sends:
-            return (action,)
-        return action.with_op(Op.I), action.with_op(Op.W)
-
-    return _rewritten(schedule, halves)
+    sends = [g for g in range(schedule.num_stages) if everywhere or (g and placement[g - 1] != placement[g])]
+    return _arrays(schedule).with_halves(sends)
 
 
 def join_backwards(schedule: Schedule) -> Schedule:
     """Turns each I into B, where it stands, and leaves W out: the opposite of `split_backwards`."""
-
-    def joined(action: Action) -> tuple[Action, ...]:
-        if action.op is Op.I:
-            return (action.with_op(Op.B),)
-        return () if action.op is Op.W else (action,)
-
-    return _rewritten(schedule, joined)
+    return _arrays(schedule).with_whole_backwards()
 
 
 def add_reductions(schedule: Schedule) -> Schedule:
@@ -154,11 +145,17 @@ def add_communication(schedule: Schedule, ahead: int = 1) -> Schedule:
 
 def _place_receives(schedule: Schedule, ahead: int) -> defaultdict[tuple[int, int], list[Action]]:
     """Returns the RECVs that stand before each (rank, index) of the compute-only schedule, in order of arrival."""
-    starts, ends = run_times(schedule, unit_seconds, validate(schedule))
-    rank_starts = [[starts[action] for action in row] for row in schedule.actions]
+    from slipstream.schedule.action_arrays import run_rows  # loads numpy
+
+    order, arrays = validate(schedule), _arrays(schedule)
+    seconds = arrays.each(unit_seconds)
+    all_ends = arrays.ends(seconds, run_rows)
+    starts = (all_ends - seconds).tolist()
+    rank_starts = [starts[first:end] for first, end in pairwise(arrays.firsts.tolist())]
+    ends = dict(zip(chain.from_iterable(schedule.actions), all_ends.tolist(), strict=True))
     latest: dict[Channel, int] = {}  # where the channel's next RECV stands
     receives: defaultdict[tuple[int, int], list[Action]] = defaultdict(list)
-    for producer in sorted(ends, key=ends.__getitem__, reverse=True):
+    for producer in sorted(order, key=ends.__getitem__, reverse=True):
         send = sending(producer, schedule)
         if send is None:
             continue
@@ -173,18 +170,6 @@ def _place_receives(schedule: Schedule, ahead: int) -> defaultdict[tuple[int, in
 def unit_seconds(action: Action) -> float:
     """Returns 2 for a whole backward, 0 for one that runs alongside the computing, else 1."""
     return _UNIT_SECONDS.get(action.op, 1)
-
-
-def run_times(schedule: Schedule, seconds: Seconds, order: Sequence[Action]) -> tuple[Times, Times]:
-    """Returns start and end of every action of a compute-only schedule, run in `order`, if messages take no time."""
-    starts: Times = {}
-    ends: Times = {}
-    free: list[float] = [0] * schedule.num_ranks
-    for action in order:
-        rank = schedule.placement[action.stage]
-        starts[action] = max([free[rank], *(ends[before] for before in predecessors(action, schedule))])
-        free[rank] = ends[action] = starts[action] + seconds(action)
-    return starts, ends
 
 
 def check_communication(schedule: Schedule) -> None:

@@ -9,18 +9,21 @@ input layer, whose passes are E and EW).
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
-from itertools import pairwise, takewhile
-from typing import NamedTuple
+from itertools import chain, pairwise
+from typing import TYPE_CHECKING, NamedTuple
 
 from slipstream.schedule.action import COMMUNICATION, VOCABULARY, Action, Op, ScheduleError
-from slipstream.schedule.lowering import Seconds, run_times, unit_seconds
+from slipstream.schedule.lowering import Seconds, unit_seconds
 from slipstream.schedule.rules import predecessors
 from slipstream.schedule.schedule import Schedule
-from slipstream.schedule.validation import running_order, validate
+from slipstream.schedule.validation import validate
+
+if TYPE_CHECKING:
+    from slipstream.schedule.action_arrays import RowsRun
 
 
 def add_recompute(
@@ -28,7 +31,7 @@ def add_recompute(
     stages: Collection[int] | None = None,
     alive: int = 1,
     seconds: Seconds = unit_seconds,
-    is_valid: bool = False,
+    run: RowsRun | None = None,
 ) -> Schedule:
     """Adds an R for the backwards of `stages` (default: all), as early as waiting time allows (GPipe section 2.3).
 
@@ -40,76 +43,28 @@ def add_recompute(
         rank 0  F0.0 F0.1 F0.2                B0.2----- R0.1 B0.1----- R0.0 B0.0-----
         rank 1       F0.0 F0.1 F0.2 B0.2----- R0.1 B0.1----- R0.0 B0.0-----
 
-    With `is_valid`, the schedule is taken to be so: a named one is.
+    With `run`, the compiled `run_rows`, that does the work, and the schedule is taken to be valid: a named one is.
 
     Raises:
         ScheduleError: the schedule is not valid, or has communication or recomputation already.
     """
-    order = running_order(schedule) if is_valid else _check(schedule, Op.R)
+    if run is None:
+        _check(schedule, Op.R)
     if alive < 1:
         raise ScheduleError(f"alive={alive}: a number of slices, 1 or more.")
+    from slipstream.schedule.action_arrays import ActionArrays, run_rows  # loads numpy
+
     chosen = range(schedule.num_stages) if stages is None else stages
-    rows = [_Row(row, chosen, alive, seconds) for row in schedule.actions]
-    ends: dict[Action, float] = {}
-    for action in order:
-        row = rows[schedule.placement[action.stage]]
-        ready = max((ends[before] for before in predecessors(action, schedule)), default=0)
-        while row.has_time(ready) and all(before in ends for before in predecessors(row.next_recompute, schedule)):
-            row.recompute()
-        ends[action] = row.run(action, ready)
-    return replace(schedule, actions=tuple(tuple(row.actions) for row in rows))
-
-
-class _Row:
-    """One rank's actions that have run so far, with R's among them."""
-
-    def __init__(self, row: tuple[Action, ...], stages: Collection[int], alive: int, seconds: Seconds) -> None:
-        self.actions: list[Action] = []
-        self._ahead = deque(row)
-        self._waiting: deque[Action] = deque()  # backwards whose R's have not run
-        self._whole: set[Action] = set()  # F's of chosen slices that need no R
-        self._most_alive, self._alive = alive, 0  # slices that are chosen and have all their activations
-        self._seconds = seconds
-        self._free: float = 0  # when the last action ends
-        self._chosen = {action for action in row if action.op in (Op.B, Op.I) and action.stage in stages}
-        for before, action in pairwise(row):
-            if action in self._chosen and before == action.with_op(Op.F):
-                self._whole.add(before)
-            elif action in self._chosen:
-                self._waiting.append(action)
-
-    @property
-    def next_recompute(self) -> Action:
-        return self._waiting[0].with_op(Op.R)
-
-    def has_time(self, ready: float) -> bool:
-        """Returns whether the next R fits before an action that can start at `ready`, in time and in memory."""
-        if not self._waiting or self._free + self._seconds(self.next_recompute) > ready:
-            return False
-        until_backward = takewhile(lambda action: action != self._waiting[0], self._ahead)
-        return self._alive + any(action in self._whole for action in until_backward) < self._most_alive
-
-    def recompute(self) -> None:
-        self._alive += 1
-        self._append(self.next_recompute, 0)
-        self._waiting.popleft()
-
-    def run(self, action: Action, ready: float) -> float:
-        """Runs an action, after its R if that is due, and returns when it ends."""
-        self._ahead.popleft()
-        if self._waiting and self._waiting[0] == action:
-            self.recompute()
-        self._alive += (action in self._whole) - (action in self._chosen)
-        return self._append(action, ready)
-
-    def _append(self, action: Action, ready: float) -> float:
-        self.actions.append(action)
-        self._free = max(self._free, ready) + self._seconds(action)
-        return self._free
+    arrays = ActionArrays.of(schedule, alike=seconds is unit_seconds)
+    return arrays.with_recompute(chosen, alive, seconds, run or run_rows)
 
 
 def add_offload(
-    schedule: Schedule, share: float = 1.0, ahead: int = 1, seconds: Seconds = unit_seconds, is_valid: bool = False
+    schedule: Schedule,
+    share: float = 1.0,
+    ahead: int = 1,
+    seconds: Seconds = unit_seconds,
+    run: RowsRun | None = None,
 ) -> Schedule:
     """Moves the saved activations of a `share` of each rank's slices to the host between forward and backward.
 
@@ -119,38 +74,19 @@ def add_offload(
 
         F0.0 OFFLOAD0.0 F0.1 F0.2 B0.2 RELOAD0.0 B0.1 B0.0
 
-    With `is_valid`, the schedule is taken to be so: a named one is.
+    With `run`, the compiled `run_rows`, that does the work, and the schedule is taken to be valid: a named one is.
 
     Raises:
         ScheduleError: the schedule is not valid, or has communication or offloading already.
     """
-    order = [] if is_valid and share == 1 else _check(schedule, Op.OFFLOAD)
+    if run is None:
+        _check(schedule, Op.OFFLOAD)
     if not 0 <= share <= 1 or ahead < 0:
         raise ScheduleError(f"share={share}, ahead={ahead}: a share from 0 to 1, and 0 or more actions ahead.")
-    starts, ends = run_times(schedule, seconds, order) if share < 1 else ({}, {})  # all that are possible are chosen
-    rows = []
-    for row in schedule.actions:
-        forwards = [action for action in row if action.op is Op.F and schedule.trains(action.stage)]
-        needed = {forward: _first_use(forward, schedule) for forward in forwards}
-        # Only where anything runs while the activations are away.
-        possible = [f for f in forwards if needed[f] - ahead > schedule.positions[f][1] + 1]
-        if share < 1:
-            possible.sort(key=lambda forward: ends[forward] - starts[row[needed[forward]]])
-        chosen = set(possible[: round(share * len(forwards))])
-        reloads: defaultdict[int, list[Action]] = defaultdict(list)
-        for forward in sorted(chosen, key=needed.__getitem__):
-            reloads[needed[forward] - ahead].append(forward.with_op(Op.RELOAD))
-        actions: list[Action] = []
-        for index, action in enumerate(row):
-            actions += [*reloads[index], action, *([action.with_op(Op.OFFLOAD)] if action in chosen else [])]
-        rows.append(tuple(actions))
-    return replace(schedule, actions=tuple(rows))
+    from slipstream.schedule.action_arrays import ActionArrays, run_rows  # loads numpy
 
-
-def _first_use(forward: Action, schedule: Schedule) -> int:
-    """Returns the place, in its rank's row, of the first action that needs a forward's saved tensors."""
-    users = (forward.with_op(op) for op in (Op.R, Op.B, Op.I))
-    return min(schedule.positions[user][1] for user in users if user in schedule.positions)
+    arrays = ActionArrays.of(schedule, alike=seconds is unit_seconds)
+    return arrays.with_offload(share, ahead, seconds, run or run_rows)
 
 
 def in_flushes(schedule: Schedule, num_flushes: int) -> Schedule:
@@ -172,22 +108,20 @@ def in_flushes(schedule: Schedule, num_flushes: int) -> Schedule:
     if schedule.is_lowered:
         raise ScheduleError(f"{schedule.name} has sends and receives already; repeat it before they are added.")
 
-    num_microbatches = num_flushes * schedule.num_microbatches
-
-    def row(actions: tuple[Action, ...]) -> tuple[Action, ...]:
-        passes = [action for action in actions if action.op is not Op.REDUCE_GRAD]
+    num_microbatches, rows = num_flushes * schedule.num_microbatches, []
+    for row in schedule.actions:
+        passes = [action for action in row if action.op is not Op.REDUCE_GRAD]
         firsts = range(0, num_microbatches, schedule.num_microbatches)
         repeated = (action._replace(microbatch=first + action.microbatch) for first in firsts for action in passes)
-        return (*repeated, *(action for action in actions if action.op is Op.REDUCE_GRAD))
-
-    rows, reach = tuple(map(row, schedule.actions)), schedule.reach and schedule.reach * num_flushes
+        rows.append((*repeated, *(action for action in row if action.op is Op.REDUCE_GRAD)))
+    reach = schedule.reach and schedule.reach * num_flushes
     counts = schedule.slice_counts * num_flushes
-    return replace(schedule, actions=rows, num_microbatches=num_microbatches, reach=reach, slice_counts=counts)
+    return replace(schedule, actions=tuple(rows), num_microbatches=num_microbatches, reach=reach, slice_counts=counts)
 
 
-def _check(schedule: Schedule, op: Op) -> list[Action]:
-    """Returns an order in which the schedule runs; raises ScheduleError if `op` can't be added to it."""
-    order = validate(schedule)
+def _check(schedule: Schedule, op: Op) -> None:
+    """Raises ScheduleError if `op` can't be added to the schedule."""
+    validate(schedule)
     if schedule.is_lowered:
         raise ScheduleError(f"{schedule.name} has sends and receives already; add {op} before they are.")
     present = next((action for action in schedule.positions if action.op is op), None)
@@ -195,10 +129,6 @@ def _check(schedule: Schedule, op: Op) -> list[Action]:
         raise ScheduleError(f"{schedule.name} has {schedule.text(present)} already, so {op} can't be added.")
     if not schedule.has_backward:
         raise ScheduleError(f"{schedule.name} has no backward that {op} could serve.")
-    return order
-
-
-_Rank = Callable[[Action, bool], int]  # the smaller, the earlier: of an action, given whether its microbatch is through
 
 
 def spread_vocabulary(
@@ -238,7 +168,8 @@ def spread_vocabulary(
     if not schedule.ops.isdisjoint(COMMUNICATION | VOCABULARY):
         raise ScheduleError(f"{schedule.name} has sends and receives, or V's, already: spread the vocabulary before.")
     wider = _with_vocabulary_last(schedule, embedding)
-    runs = [_Run(wider, schedule, seconds, link, rank) for rank in (_in_waits, _once_through, _at_once)]
+    # Before other actions: never, from when their microbatch is through, or always.
+    runs = [_Run(wider, schedule, seconds, link, early) for early in ((False, False), (False, True), (True, True))]
     rows = min((run.finished() for run in runs), key=lambda run: run.makespan).rows
     return replace(schedule, actions=tuple(map(tuple, rows)))
 
@@ -249,29 +180,10 @@ def _with_forwards_ahead(schedule: Schedule, microbatches: int) -> Schedule:
         return schedule
     rows, num_slices = [], microbatches * max(schedule.slice_counts)
     for row in schedule.actions:
-        forwards = [action for action in row if action.op is Op.F]
-        moved, taken = list[Action](), 0
-        for action in row:
-            if action.op is not Op.F:
-                moved.append(action)
-                continue
-            until = min(len(forwards), taken + 1 if taken else num_slices + 1)
-            moved += forwards[taken:until]
-            taken = until
-        rows.append(tuple(moved))
+        forwards = [place for place, action in enumerate(row) if action.op is Op.F]
+        earlier = dict(zip(forwards, forwards[:1] * num_slices + forwards, strict=False))
+        rows.append(tuple(row[place] for place in sorted(range(len(row)), key=lambda at: earlier.get(at, at))))
     return replace(schedule, actions=tuple(rows))
-
-
-def _in_waits(action: Action, is_through: bool) -> int:
-    return _ORDER.get(action.op, 1)
-
-
-def _once_through(action: Action, is_through: bool) -> int:
-    return 0 if action.op is Op.V and is_through else _ORDER.get(action.op, 1)
-
-
-def _at_once(action: Action, is_through: bool) -> int:
-    return 0 if action.op is Op.V else _ORDER.get(action.op, 1)
 
 
 _ORDER = {Op.E: -1, Op.L: 0, Op.V: 2, Op.VW: 3, Op.EW: 4}
@@ -346,7 +258,7 @@ class _Run:
     schedule: Schedule
     seconds: Seconds
     link: Seconds
-    priority: _Rank
+    early: tuple[bool, bool]  # whether a V is tried before other actions, once its microbatch is not or is through
     makespan: float = 0
     rows: list[list[Action]] = field(default_factory=list)
 
@@ -356,8 +268,10 @@ class _Run:
         self.rows = [[] for _ in range(num_ranks)]
         self._ends: dict[Action, float] = {}
         self._free: list[float] = [0] * num_ranks
-        self._before = {action: predecessors(action, self.wider) for action in self.wider.positions}
+        self._before = {action: {*predecessors(action, self.wider)} for action in self.wider.positions}
         self._before |= self._not_too_early()
+        for action, following in chain.from_iterable(map(pairwise, self.schedule.actions)):
+            self._before[following].add(action)
         self._after = defaultdict(list)
         for action, before in self._before.items():
             for predecessor in before:
@@ -373,14 +287,14 @@ class _Run:
         self.makespan = max(self._free)
         return self
 
-    def _not_too_early(self) -> dict[Action, tuple[Action, ...]]:
+    def _not_too_early(self) -> dict[Action, set[Action]]:
         """Returns for each E the forward of the first stage after which it may run, so that few results wait there."""
         ahead = _AHEAD * self.schedule.num_ranks
         row = self.schedule.actions[self.schedule.placement[0]]
         forwards = [action for action in row if action.op is Op.F and action.stage == 0]
         pairs = zip(forwards, forwards[ahead:], strict=False)
         stages = self.schedule.vocabulary_stages if self.wider.spreads_embedding else ()
-        return {later.with_op(Op.E)._replace(stage=g): (earlier,) for earlier, later in pairs for g in stages}
+        return {later.with_op(Op.E)._replace(stage=g): {earlier} for earlier, later in pairs for g in stages}
 
     def _choices(self) -> Iterator[tuple[float, int, int, int, Action]]:
         """Yields each rank's candidates: start, priority, rank, order of slices, action."""
@@ -397,49 +311,30 @@ class _Run:
         order = -action.slice if is_through else action.slice
         if action.op is Op.E:
             _, order = self.schedule.positions[Action(Op.F, 0, action.microbatch, action.slice)]
-        queue = self._queues[rank][action.op is Op.EW]
-        queue.add(_Ready(since, self.priority(action, is_through), order, action))
-
-    def _last(self, action: Action) -> int:
-        return self.schedule.slice_counts[action.microbatch] - 1
+        priority = 0 if action.op is Op.V and self.early[is_through] else _ORDER.get(action.op, 1)
+        self._queues[rank][action.op is Op.EW].add(_Ready(since, priority, order, action))
 
     def _run(self, action: Action, rank: int, start: float) -> None:
         self._free[rank] = self._ends[action] = start + self.seconds(action)
         self._queues[rank][action.op is Op.EW].remove(action)
         del self._by_microbatch[rank, action.microbatch][action]
         self.rows[rank].append(action)
-        if action == Action(Op.F, self.schedule.num_stages - 1, action.microbatch, self._last(action)):
+        m, last = action.microbatch, self.schedule.num_stages - 1
+        if action == Action(Op.F, last, m, self.schedule.slice_counts[m] - 1):
             self._through.add(action.microbatch)
             for other_rank in range(self.schedule.num_ranks):
                 for ready, since in self._by_microbatch[other_rank, action.microbatch].items():
                     self._add(ready, other_rank, since)
-        following = self._following(action)
-        self._note([*self._after[action], *([] if following is None else [following])])
-
-    def _following(self, action: Action) -> Action | None:
-        """Returns the next action of the rank's own order."""
-        if action.op in VOCABULARY:
-            return None
-        rank, index = self.schedule.positions[action]
-        row = self.schedule.actions[rank]
-        return row[index + 1] if index + 1 < len(row) else None
+        self._note(self._after[action])
 
     def _note(self, actions: Iterable[Action]) -> None:
         """Makes those of the actions ready for which all that must come before has run."""
         for action in actions:
             rank = self.schedule.placement[action.stage]
-            if action in self._ends or not self._is_next(action, rank):
-                continue
-            if all(before in self._ends for before in self._before[action]):
+            if action not in self._ends and self._before[action] <= self._ends.keys():
                 since = max((self._arrival(b, rank) for b in self._before[action]), default=0)
                 self._by_microbatch[rank, action.microbatch][action] = since
                 self._add(action, rank, since)
-
-    def _is_next(self, action: Action, rank: int) -> bool:
-        if action.op in VOCABULARY:
-            return True
-        _, index = self.schedule.positions[action]
-        return index == 0 or self.schedule.actions[rank][index - 1] in self._ends
 
     def _arrival(self, before: Action, rank: int) -> float:
         here = self.schedule.placement[before.stage] == rank

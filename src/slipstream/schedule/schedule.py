@@ -6,14 +6,63 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from operator import index
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from zlib import crc32
 
 from slipstream.errors import SlipstreamError
-from slipstream.schedule.action import BACKWARDS, COMMUNICATION, NUMBER, Action, Op, ScheduleError
+from slipstream.schedule.action import BACKWARDS, COMMUNICATION, NUMBER, OPS, Action, Op, ScheduleError
+
+if TYPE_CHECKING:
+    from slipstream.array_types import Ints
 
 SliceCounts = int | Sequence[int]  # of every microbatch alike, or of each
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ActionRows(Sequence[tuple[Action, ...]]):
+    """Every rank's actions as numbers, which are made into actions when they are first asked for.
+
+    Args:
+        firsts: rank r's actions, in order, are `firsts[r]` up to `firsts[r + 1]`.
+        op: of each action, its place in OPS.
+        stage: of each.
+        microbatch: of each.
+        slice: of each.
+    """
+
+    firsts: Ints
+    op: Ints
+    stage: Ints
+    microbatch: Ints
+    slice: Ints
+
+    @property
+    def columns(self) -> tuple[Ints, Ints, Ints, Ints]:
+        """The op, stage, microbatch and slice of every action."""
+        return self.op, self.stage, self.microbatch, self.slice
+
+    @cached_property
+    def _rows(self) -> tuple[tuple[Action, ...], ...]:
+        ops, *places = (column.tolist() for column in self.columns)
+        actions = tuple(map(Action, map(OPS.__getitem__, ops), *places))
+        return tuple(actions[first:end] for first, end in pairwise(self.firsts.tolist()))
+
+    def __len__(self) -> int:
+        return len(self.firsts) - 1
+
+    def __getitem__(self, rank: Any) -> Any:
+        return self._rows[rank]
+
+    def __eq__(self, other: object) -> bool:
+        return self._rows == (other._rows if isinstance(other, ActionRows) else other)
+
+    def __hash__(self) -> int:
+        return hash(self._rows)
+
+    def __repr__(self) -> str:
+        return repr(self._rows)
 
 
 @dataclass(frozen=True)
@@ -37,7 +86,7 @@ class Schedule:
     """
 
     name: str
-    actions: tuple[tuple[Action, ...], ...]
+    actions: Sequence[tuple[Action, ...]]
     placement: tuple[int, ...]
     num_microbatches: int
     num_slices: int
@@ -115,9 +164,18 @@ class Schedule:
         return crc32(repr((self.placement, self.actions)).encode())
 
     @cached_property
+    def kinds(self) -> frozenset[tuple[Op, int]]:
+        """The (op, stage) that occur."""
+        if isinstance(rows := self.actions, ActionRows):
+            return frozenset(
+                (OPS[op], stage) for op, stage in {*zip(rows.op.tolist(), rows.stage.tolist(), strict=True)}
+            )
+        return frozenset(action[:2] for row in rows for action in row)
+
+    @cached_property
     def ops(self) -> frozenset[Op]:
         """The ops that occur."""
-        return frozenset(action.op for row in self.actions for action in row)
+        return frozenset(op for op, _ in self.kinds)
 
     @cached_property
     def is_lowered(self) -> bool:

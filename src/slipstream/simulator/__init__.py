@@ -1,13 +1,18 @@
 """Runs a schedule against costs instead of tensors: start and end times, and memory."""
 
-from slipstream.simulator.costs import CostModel, MeasuredCost, MicrobatchCost, TableCost, UnitCost, result_seconds
-from slipstream.simulator.memory_table import (
+from slipstream.simulator.costs import (
+    CostModel,
     Footprint,
+    MeasuredCost,
     MemoryKind,
     MemoryTable,
     MemoryTables,
+    MicrobatchCost,
     RankMemory,
     StageSlice,
+    TableCost,
+    UnitCost,
+    result_seconds,
     table_of,
 )
 from slipstream.simulator.simulation import memory_of, rank_memory, simulate

@@ -17,6 +17,7 @@ import numpy as np
 from slipstream.array_types import Flags, Floats, Ints
 from slipstream.schedule import (
     BACKWARDS,
+    COMMUNICATION,
     NARROWEST_WINDOW,
     VOCABULARY,
     Action,
@@ -29,8 +30,9 @@ from slipstream.schedule import (
     unit_seconds,
     without_communication,
 )
-from slipstream.simulator.action_graph import NUMBERS, OPS, ActionArrays, first_of
-from slipstream.simulator.memory_table import (
+from slipstream.schedule.action import NUMBERS, OPS
+from slipstream.schedule.action_arrays import ActionArrays, first_of
+from slipstream.simulator.costs import (
     Footprint,
     MemoryKind,
     MemoryTable,
@@ -42,7 +44,6 @@ from slipstream.simulator.memory_table import (
 )
 
 _F, _B, _I, _W = (NUMBERS[op] for op in (Op.F, Op.B, Op.I, Op.W))
-_UNIT_SECONDS = np.array([unit_seconds(Action(op, 0)) for op in OPS], float)
 NO_MOMENT = Footprint(0.0, -np.inf)  # of a reduction: the next action holds as much
 GRADIENT_MAKERS = ((Op.B,), (Op.I,), (Op.W,), (Op.VW, Op.EW))  # the ops of which a stage's first makes weight gradients
 
@@ -106,7 +107,7 @@ class OrderBytes:
 
     def host_peaks(self) -> Floats:
         """Returns the most bytes that each rank has on its host."""
-        moved = self.leaves * ((self.arrays.op == NUMBERS[Op.OFFLOAD]) | (self.arrays.op == NUMBERS[Op.RELOAD]))
+        moved = self.leaves * self.arrays.is_one_of(Op.OFFLOAD, Op.RELOAD)
         nothing = np.zeros(len(moved))
         return row_peaks(self.arrays.firsts, -moved, nothing, nothing)
 
@@ -154,11 +155,10 @@ class OrderBytes:
     @cached_property
     def _gradients(self) -> tuple[Floats, Floats]:
         """The most that each action holds besides weight gradients, and those that it makes."""
-        op, stage, size = self.arrays.op, self.arrays.stage, len(self.arrays.op)
+        stage, size = self.arrays.stage, len(self.arrays.op)
         firsts = np.full(self.made.shape, size)
         for row, makers in enumerate(GRADIENT_MAKERS):
-            among = np.logical_or.reduce([op == NUMBERS[maker] for maker in makers])
-            places = np.flatnonzero(first_of(stage, among))
+            places = np.flatnonzero(first_of(stage, self.arrays.is_one_of(*makers)))
             firsts[row, stage[places]] = places
         makes = firsts < size
         makes[1:3] &= firsts[1:3] < firsts[0]  # where B came before there is nothing left to make
@@ -232,14 +232,11 @@ class OrderBytes:
         if lowered is None:
             numbers = np.arange(len(arrays.op))
             return _Messages(sender, user, 3 * sender + 4, 3 * self._posted(sender, user), 3 * numbers + 2)
-        begins = np.cumsum([0, *map(len, lowered.actions)])
-        moments = {action: begins[rank] + index for action, (rank, index) in lowered.positions.items()}
-        actions = [action for row in arrays.schedule.actions for action in row]
-        sends = [sending(actions[place], lowered) for place in sender]
-        sent = np.array([moments[send] for send in sends if send], np.int64)
-        posted = np.array([moments[send.other_end] for send in sends if send], np.int64)
-        order = np.argsort(sent)
-        done = np.array([moments[action] for action in actions], np.int64)
+        whole, is_forward = ActionArrays.of(lowered), arrays.op[sender] == _F
+        kinds = ((Op.SEND_F, Op.SEND_B), sender), ((Op.RECV_F, Op.RECV_B), user)
+        places = ([whole.places(op)[arrays.stage[who], arrays.slices[who]] for op in ops] for ops, who in kinds)
+        sent, posted = (np.where(is_forward, *of_kind) for of_kind in places)
+        order, done = np.argsort(sent), np.flatnonzero(~whole.is_one_of(*COMMUNICATION))
         return _Messages(sender[order], user[order], sent[order], posted[order], done)
 
     def _posted(self, sender: Ints, user: Ints) -> Ints:
@@ -248,12 +245,11 @@ class OrderBytes:
         It is where the rank stands when the message is sent, or one action before it is needed, and not after that of a
         later message (`add_communication`).
         """
-        from slipstream.simulator.time_kernel import start_times  # loads numba
+        from slipstream.simulator.time_kernel import run_rows  # loads numba
 
-        arrays, posted = self.arrays, np.zeros_like(user)
-        graph, order = arrays.graph(_UNIT_SECONDS[arrays.op])
-        starts = start_times(graph, order)
-        ends = starts + graph.seconds
+        arrays, posted, seconds = self.arrays, np.zeros_like(user), self.arrays.each(unit_seconds)
+        ends = arrays.ends(seconds, run_rows)
+        starts = ends - seconds
         for mine in self._lines(sender, user):
             begin, end = arrays.firsts[(rank := arrays.rank[user[mine[0]]])], arrays.firsts[rank + 1]
             witnessed = begin + np.searchsorted(starts[begin:end], ends[sender[mine]])

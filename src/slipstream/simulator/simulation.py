@@ -15,13 +15,12 @@ from slipstream.schedule import (
     running_order,
     sending,
 )
-from slipstream.simulator.costs import CostModel, activation_step, result_seconds
-from slipstream.simulator.memory_table import MemoryTables, RankMemory
+from slipstream.simulator.costs import CostModel, MemoryTables, RankMemory, activation_step, result_seconds
 from slipstream.timeline import Span, Timeline
 
 if TYPE_CHECKING:
     from slipstream.array_types import Floats
-    from slipstream.simulator.action_graph import ActionArrays
+    from slipstream.schedule.action_arrays import ActionArrays
 
 
 def simulate(schedule: Schedule, cost: CostModel, memory: MemoryTables | None = None) -> Timeline:
@@ -86,9 +85,10 @@ def end_times(arrays: ActionArrays, cost: CostModel) -> tuple[Floats, Floats]:
         spans = {span.action: span for span in simulate(arrays.schedule, cost).spans}
         mine = [spans[action] for row in arrays.schedule.actions for action in row]
         return np.array([span.end for span in mine], float), np.array([span.seconds for span in mine], float)
+    from slipstream.simulator.action_graph import timed
     from slipstream.simulator.time_kernel import start_times  # loads numba
 
-    graph, order = arrays.timed(cost)
+    graph, order = timed(arrays, cost)
     return start_times(graph, order) + graph.seconds, graph.seconds
 
 

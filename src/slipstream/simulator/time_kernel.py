@@ -8,10 +8,11 @@ from __future__ import annotations
 import numpy as np
 
 from slipstream.array_types import Floats
+from slipstream.schedule import action_arrays
 from slipstream.simulator.action_graph import ActionGraph, ActionOrder
 from slipstream.simulator.numba_jit import compiled
 
-_NEVER = np.inf
+run_rows = compiled(action_arrays.run_rows)
 
 
 @compiled
@@ -63,7 +64,7 @@ def makespan(graph: ActionGraph, start: Floats) -> float:
     for action in range(len(start)):
         if graph.exists[action]:
             if start[action] < 0:
-                return _NEVER
+                return np.inf
             last = max(last, start[action] + graph.seconds[action])
     return last
 

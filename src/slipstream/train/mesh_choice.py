@@ -114,8 +114,8 @@ def choose_mesh(config: Config, device: torch.device, progress: Progress) -> Con
 
 
 def preferred(steps: Sequence[tuple[float, int]]) -> int:
-    """Returns which mesh is taken, given the planned seconds and the pipeline ranks of each: of those whose steps are as
-    short as the shortest within 2%, the one with the fewest ranks, which wait for each other least."""
+    """Returns which mesh is taken, given the planned seconds and the pipeline ranks of each: of those whose steps are
+    as short as the shortest within 2%, the one with the fewest ranks, which wait for each other least."""
     shortest = min(steps)[0]
     alike = [(ranks, seconds, place) for place, (seconds, ranks) in enumerate(steps) if seconds <= _ALIKE * shortest]
     return min(alike)[-1]

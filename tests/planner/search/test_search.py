@@ -647,6 +647,19 @@ def test_what_is_simulated_is_what_a_pipeline_runs(schedule: str, stages_per_ran
     assert [list(row) for row in candidate.schedule.actions] == computed
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_named_order_is_simulated_without_an_object_for_each_action(schedule: str) -> None:
+    stages_per_rank = 2 if 2 in SCHEDULES[schedule].stages_per_rank else 1
+    configuration = Configuration(1, 2, 1, stages_per_rank, schedule, 1, 8, "stage", 0.5, "none")
+    space = PlanSpace(source(), SEQ_LEN, 4, PlanOptions())
+    candidate = SimulatedConfiguration.of(space, configuration)
+    assert may_fit(space, configuration)
+    assert candidate.fits()
+    assert candidate.step()[0] > 0
+    assert candidate.schedule.ops >= {Op.F, Op.R, Op.OFFLOAD, Op.RELOAD}
+    assert "_rows" not in vars(candidate.schedule.actions)
+
+
 def test_layers_that_are_recomputed_one_by_one() -> None:
     """On one device, one slice: a forward of the layers longer, and of the activations what enters them and one's."""
     space = PlanSpace(source(SMALL, small_cluster(1, 1)), SEQ_LEN, 2, PlanOptions())

@@ -12,8 +12,9 @@ import numpy as np
 from slipstream.array_types import Floats
 from slipstream.errors import SlipstreamError
 from slipstream.schedule import Action, Op, Schedule, without_communication
+from slipstream.schedule.action import OPS
+from slipstream.schedule.action_arrays import ActionArrays
 from slipstream.simulator import MemoryTable
-from slipstream.simulator.action_graph import NUMBERS, OPS, ActionArrays
 from slipstream.simulator.memory_account import NO_MOMENT, OrderBytes, bytes_of_stages
 
 _LONGEST_ROW = 768  # tokens of the rows that are rehearsed
@@ -84,8 +85,8 @@ class LinearMemoryModel:
             np.array([rates.get(g, 0.0) for g in range(schedule.num_stages)])[stage] * num_tokens
             for rates in (self._context, self._context_gradients)
         )
-        backward = (op == NUMBERS[Op.B]) | (op == NUMBERS[Op.I])
-        made = context * ((op == NUMBERS[Op.F]) & (arrays.slice == 0)) + context_gradients * (backward & is_last)
+        made = context * (arrays.is_one_of(Op.F) & (arrays.slice == 0))
+        made += context_gradients * (arrays.is_one_of(Op.B, Op.I) & is_last)
         return OrderBytes(
             arrays,
             lowered=order if order.is_lowered else None,

@@ -16,8 +16,10 @@ import numpy as np
 from slipstream.array_types import Flags, Floats, Ints
 from slipstream.errors import SlipstreamError
 from slipstream.schedule import Action, Op, Schedule, SliceCounts, channel, sending
+from slipstream.schedule.action import NUMBERS
+from slipstream.schedule.action_arrays import Precedence
 from slipstream.simulator import CostModel
-from slipstream.simulator.action_graph import NUMBERS, ActionGraph, ActionOrder, Precedence
+from slipstream.simulator.action_graph import ActionGraph, ActionOrder
 
 ROUNDING = 1e-9  # bytes and times are sums of floats
 _PARTS = tuple(NUMBERS[op] for op in (Op.F, Op.I, Op.W))

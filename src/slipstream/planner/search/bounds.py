@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from slipstream.array_types import Flags, Floats, Ints
+from slipstream.array_types import Flags, Floats
 from slipstream.cost import BY_LAYER, REPLAYED, CostSource, StageCosts, StageParts, kinds_by_layer
 from slipstream.planner.order.makespan_bounds import rank_bounds
 from slipstream.planner.plans import Configuration
@@ -25,7 +25,7 @@ from slipstream.schedule import (
     make_schedule,
     split_backwards,
 )
-from slipstream.simulator.action_graph import OPS, ActionArrays, first_of
+from slipstream.schedule.action_arrays import ActionArrays, first_of
 from slipstream.simulator.memory_account import row_peaks
 
 _Result = TypeVar("_Result")
@@ -82,23 +82,23 @@ def _make_schedule(shape: ScheduleShape, recompute: bool = False, offload: float
 
     Frozen stages have no backwards.
     """
-    if offload:
-        return with_savings(cached_schedule(shape, recompute).schedule, offload=offload)
-    if recompute:
-        return with_savings(cached_schedule(shape).schedule, recompute)
+    if recompute or offload:
+        return with_savings(cached_schedule(shape).schedule, recompute, offload)
     schedule = make_schedule(shape.name, *shape.counts)
     schedule = split_backwards(schedule) if shape.splits else schedule
     return ActionArrays.of(freeze_stages(schedule, shape.num_frozen) if shape.num_frozen else schedule)
 
 
-# With its arrays a schedule takes up to two kilobytes for each slice of a stage.
-cached_schedule = NewestResults(60_000, _make_schedule)
+# Its arrays take up to a kilobyte for each slice of a stage.
+cached_schedule = NewestResults(200_000, _make_schedule)
 
 
-def with_savings(schedule: Schedule, recompute: bool = False, offload: float = 0.0) -> ActionArrays:
+def with_savings(schedule: Schedule, recompute: bool, offload: float) -> ActionArrays:
     """Returns a valid schedule of compute actions with R, and with OFFLOAD and RELOAD for a share of the slices."""
-    schedule = add_recompute(schedule, is_valid=True) if recompute else schedule
-    return ActionArrays.of(add_offload(schedule, offload, is_valid=True) if offload else schedule)
+    from slipstream.simulator.time_kernel import run_rows  # loads numba
+
+    schedule = add_recompute(schedule, run=run_rows) if recompute else schedule
+    return ActionArrays.of(add_offload(schedule, offload, run=run_rows) if offload else schedule)
 
 
 @dataclass(frozen=True, eq=False)
@@ -389,32 +389,7 @@ class ConfigurationGroup:
         )
 
 
-_F, _B, _I, _W = (OPS.index(op) for op in (Op.F, Op.B, Op.I, Op.W))
 _NOT_AWAY = 4  # slices of a rank that may be on the device
-
-
-@dataclass(frozen=True)
-class MarkedActions:
-    """The actions of a schedule as arrays; rank r's are `firsts[r]` up to `firsts[r + 1]`."""
-
-    firsts: Ints
-    op: Ints
-    stage: Ints
-    slice: Ints
-    opens: Flags  # the first forward of a microbatch on the stage
-    closes: Flags  # the last B or I of one, or the last F of a stage without backwards
-    reduces: Flags  # the first B or W of the stage
-
-
-def _mark_actions(shape: ScheduleShape) -> MarkedActions:
-    """Returns the actions of a named schedule, without the schedule itself, which takes more memory."""
-    arrays = cached_schedule(shape)
-    op, stage, (opens, _, closes) = arrays.op, arrays.stage, arrays.context_marks
-    reduces = first_of(stage, (op == _B) | (op == _W))
-    return MarkedActions(arrays.firsts, op, stage, arrays.slice, opens, closes, reduces)
-
-
-marked_actions = NewestResults(500_000, _mark_actions)
 
 
 @dataclass(frozen=True)
@@ -431,24 +406,22 @@ class MemoryBound:
         """Returns a lower bound of each rank's bytes at its peak, from the first few microbatches: more are held only
         where a rank has the forwards of all before its first backward, and all of them between the two."""
         few = shape.with_few_microbatches
-        actions = marked_actions(few)
-        op, stage = actions.op, actions.stage
+        actions = cached_schedule(few)
+        stage, (opens, _, closes), last = actions.stage, actions.context_marks, actions.is_one_of(Op.B, Op.W)
         whole, kept_bytes = self.whole[stage, actions.slice], self.kept[stage, actions.slice]
-        backward, last = (op == _B) | (op == _I), (op == _B) | (op == _W)
         if self.offloads:
-            before, after = np.where(op == _I, whole, 0), np.where(op == _W, whole, 0)
-            during = np.where(op == _B, whole, 0)
+            before, after = np.where(actions.is_one_of(Op.I), whole, 0), np.where(actions.is_one_of(Op.W), whole, 0)
+            during = np.where(actions.is_one_of(Op.B), whole, 0)
         else:
-            before, after = np.where(op == _F, kept_bytes, 0), np.where(last, kept_bytes, 0)
-            during = np.where(backward, whole - kept_bytes, 0)
-        before = before + actions.opens * self.context[stage]
+            before, after = np.where(actions.is_one_of(Op.F), kept_bytes, 0), np.where(last, kept_bytes, 0)
+            during = np.where(actions.is_one_of(Op.B, Op.I), whole - kept_bytes, 0)
+        before = before + opens * self.context[stage]
         # gradients exist once the backward that makes them has freed its activations
-        after = after + actions.closes * self.context[stage] - actions.reduces * self.gradients[stage]
+        after = after + closes * self.context[stage] - first_of(stage, last) * self.gradients[stage]
         peaks = row_peaks(actions.firsts, before, during, after)
         if SCHEDULES[shape.name].holds_all:
-            rank = np.repeat(np.arange(shape.num_ranks), np.diff(actions.firsts))
-            stays = (before - actions.closes * self.context[stage]) * (op == _F)  # but where nothing is trained
-            held = np.bincount(rank, stays, shape.num_ranks) / few.num_microbatches
+            stays = (before - closes * self.context[stage]) * actions.is_one_of(Op.F)  # but where nothing is trained
+            held = np.bincount(actions.rank, stays, shape.num_ranks) / few.num_microbatches
             peaks = np.maximum(peaks, shape.num_microbatches * held)
         return peaks
 

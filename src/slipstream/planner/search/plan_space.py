@@ -47,7 +47,7 @@ from slipstream.planner.search.plan_options import PlanOptions
 from slipstream.planner.slicing import equal_time_slices, slice_tokens
 from slipstream.planner.slicing.equal_stage_slicing import between_cuts
 from slipstream.schedule import BACKWARDS, SCHEDULES, VOCABULARY, Op, ScheduleKind, make_schedule
-from slipstream.simulator.action_graph import ActionArrays
+from slipstream.schedule.action_arrays import ActionArrays
 
 USABLE = 0.95  # of a device's memory: fragments, libraries and all that isn't counted take the rest
 _STAGES_PER_RANK = (1, 2, 3, 4, 5, 6, 8, 10, 12)

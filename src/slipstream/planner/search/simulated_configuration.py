@@ -14,8 +14,9 @@ from slipstream.planner.plans import AUTO, Configuration, Prediction
 from slipstream.planner.search.bounds import MemoryBound, PlacedPartition, StageTimes
 from slipstream.planner.search.plan_space import PlanSpace
 from slipstream.schedule import Op, Schedule
-from slipstream.simulator import MemoryKind, MemoryTable, RankMemory, StageSlice, TableCost
-from slipstream.simulator.action_graph import OPS, ActionArrays
+from slipstream.schedule.action import OPS
+from slipstream.schedule.action_arrays import ActionArrays
+from slipstream.simulator import MemoryKind, MemoryTable, RankMemory, TableCost
 from slipstream.simulator.memory_account import OrderBytes, order_bytes
 from slipstream.simulator.simulation import end_times
 
@@ -49,11 +50,10 @@ class SimulatedConfiguration:
     @property
     def _copies(self) -> dict[tuple[int, int], float]:
         """The seconds in which a slice of a stage is copied to the host, or back."""
-        host, schedule = self.space.source.host, self.schedule
+        host, moved = self.space.source.host, self.arrays.is_one_of(Op.OFFLOAD)
         assert host is not None, "offloads to an unknown host"
-        units = {StageSlice.of(action, schedule) for action in schedule.positions if action.op is Op.OFFLOAD}
-        sizes = {unit[:2]: -self.table.footprint(unit, Op.OFFLOAD).leaves for unit in units}
-        return {place: host.copy_seconds(size) for place, size in sizes.items()}
+        columns = (column[moved].tolist() for column in (self.arrays.stage, self.arrays.slice, self.bytes.leaves))
+        return {(stage, index): host.copy_seconds(-left) for stage, index, left in {*zip(*columns, strict=True)}}
 
     @property
     def schedule(self) -> Schedule:
@@ -117,7 +117,7 @@ class SimulatedConfiguration:
         done: Floats = self.run[0][arrays.firsts[1:] - 1].copy()
         if not seconds.any():
             return done
-        backward = np.isin(arrays.op, [OPS.index(op) for op in (Op.B, Op.I, Op.W, Op.VW, Op.EW)])
+        backward = arrays.is_one_of(Op.B, Op.I, Op.W, Op.VW, Op.EW)
         last = np.zeros(len(seconds))
         np.maximum.at(last, arrays.stage[backward], self.run[0][backward])
         free = np.zeros(len(done))
