@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GPTNeoXConfig, OPTConfig, PhiConfig, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GPTNeoXConfig, OPTConfig, PhiConfig, PretrainedConfig
 from transformers.models.llama import modeling_llama
 
 from slipstream import SlipstreamError
@@ -21,6 +21,7 @@ from slipstream.model import (
     ModelEnd,
     find_anatomy,
     find_halves,
+    halves_or_none,
     pretrained_model,
     random_model,
 )
@@ -54,6 +55,15 @@ def test_ranges_hold_whole_layers_and_halves_at_their_ends() -> None:
     assert [*LayerRange(0, 0)] == [ModelEnd.EMBEDDING]
     assert [*LayerRange(4, 4)] == [ModelEnd.HEAD]
     assert not LayerRange(4, 4).layers
+
+
+def test_a_configuration_that_was_saved_is_not_tried_again(tmp_path: Path) -> None:
+    """Where a run's preflight tries it as given, the pipeline's is read from the run's folder."""
+    given = llama(num_hidden_layers=5)
+    given.save_pretrained(tmp_path)
+    read = AutoConfig.from_pretrained(tmp_path)
+    assert find_anatomy(read) is find_anatomy(given)
+    assert halves_or_none(read, find_anatomy(read)) is halves_or_none(given, find_anatomy(given)) != ()
 
 
 @pytest.mark.parametrize("name", CUT)

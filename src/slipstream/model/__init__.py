@@ -1,6 +1,6 @@
 """Turns a model into pipeline stages: Hugging Face causal LMs and `nn.Sequential`s, their own code unchanged."""
 
-from slipstream.model.anatomy import LayerPart, ModelAnatomy, architecture_key, find_anatomy, uses_randomness
+from slipstream.model.anatomy import LayerPart, ModelAnatomy, find_anatomy, uses_randomness
 from slipstream.model.attached_code import copy_with_shared_weights
 from slipstream.model.causal_lm_stage import CausalLMStage, add_embedding_noise
 from slipstream.model.compiled_region import watched_kernels
@@ -19,7 +19,7 @@ from slipstream.model.config import (
 from slipstream.model.cross_entropy import IGNORED, causal_cross_entropy, cross_entropy, token_cross_entropy
 from slipstream.model.cutting import keep_half, keep_layers, parts_of, units_of
 from slipstream.model.fusion import check_compiler, fuse_kernels
-from slipstream.model.layer_halves import find_halves
+from slipstream.model.layer_halves import find_halves, halves_or_none
 from slipstream.model.layer_range import (
     HalfLayer,
     LayerHalf,

@@ -99,22 +99,35 @@ class ModelAnatomy:
         return config.pad_token_id + 1 if self.skips_padding else 0
 
 
-def architecture_key(config: PretrainedConfig, anatomy: ModelAnatomy, model: nn.Module) -> Hashable:
-    """Returns the key by which this process remembers the findings on a toy of an architecture: the configuration, the
-    names of its parts, and the forwards of its modules' classes, which somebody may replace."""
+_found: dict[Hashable, tuple[ModelAnatomy, bool]] = {}
+
+
+def architecture_key(config: PretrainedConfig, anatomy: ModelAnatomy | None, model: nn.Module) -> Hashable:
+    """Returns the key by which this process remembers the findings on a toy of an architecture: the configuration
+    but for where it was read, the names of its parts, and the forwards of its modules' classes, which somebody may
+    replace."""
     forwards = frozenset((type(module), type(module).forward) for module in model.modules())
-    return str(config.to_dict()), repr(anatomy), forwards
+    return str(config.to_dict() | {"_name_or_path": ""}), repr(anatomy), forwards
 
 
 def find_anatomy(config: PretrainedConfig) -> ModelAnatomy:
-    """Returns the anatomy of `config`'s architecture, found by running a toy of it once.
+    """Returns the anatomy of `config`'s architecture, found by a toy of it, which runs once in this process.
 
     Raises SlipstreamError, naming the part, where the architecture doesn't simply run one list of layers, and the
     reason, where its toy can't be run or it was loaded with attention that can't be cut.
     """
     check_is_causal_lm(config)
     try:
-        return _find_anatomy(config)
+        model = toy_model(config)
+        key = architecture_key(model.config, None, model)
+        with full_precision():
+            if key not in _found:
+                toy = WatchedToy(model, toy_tokens(config))
+                _found[key] = _anatomy_of(config, toy), takes_more(model, toy.every_layer)
+            anatomy, takes_tensors = _found[key]
+            if anatomy.attends_itself:
+                check_own_attention(config)
+            return _with_tensors(anatomy, config) if takes_tensors else anatomy
     except SlipstreamError:
         raise
     except Exception as error:  # the model's own code
@@ -150,26 +163,20 @@ def _with_tensors(anatomy: ModelAnatomy, config: PretrainedConfig) -> ModelAnato
     return replace(anatomy, hidden=hidden, crossing=crossing)
 
 
-def _find_anatomy(config: PretrainedConfig) -> ModelAnatomy:
-    model = toy_model(config)
-    toy = WatchedToy(model, toy_tokens(config))
+def _anatomy_of(config: PretrainedConfig, toy: WatchedToy) -> ModelAnatomy:
     _check_layers(config, toy)
     before, after = _ends(config, toy)
     aliases, tied = _shared_weights(config, toy, before, after)
-    if attends_itself := toy.attends_itself():
-        check_own_attention(config)
-    anatomy = ModelAnatomy(
+    return ModelAnatomy(
         toy.layers,
         before,
         after,
         tuple_length=len(output) if isinstance(output := toy.layer_calls[-1].output, (tuple, list)) else 0,
         tied=tied,
         aliases=aliases,
-        skips_padding=_skips_padding(model),
-        attends_itself=attends_itself,
+        skips_padding=_skips_padding(toy.model),
+        attends_itself=toy.attends_itself(),
     )
-    with full_precision():
-        return _with_tensors(anatomy, config) if takes_more(model, toy.every_layer) else anatomy
 
 
 def _check_layers(config: PretrainedConfig, toy: WatchedToy) -> None:

@@ -7,7 +7,7 @@ which half is found by running a toy, and accepted if the halves of the toy's la
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import ExitStack, nullcontext
 from math import inf, isnan
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from slipstream.errors import SlipstreamError
-from slipstream.model.anatomy import LayerPart, ModelAnatomy
+from slipstream.model.anatomy import LayerPart, ModelAnatomy, architecture_key
 from slipstream.model.attached_code import copy_with_shared_weights
 from slipstream.model.cutting import keep_half, second_half
 from slipstream.model.hooks.crossing_tensors import first_output, hidden_states, with_hidden_states
@@ -35,6 +35,24 @@ from slipstream.model.toy import (
 )
 
 TOLERANCE = 1e-10  # the same products in the same order, so a larger difference is a mistake
+
+
+_found: dict[Hashable, tuple[LayerPart, ...]] = {}
+
+
+def halves_or_none(config: PretrainedConfig, anatomy: ModelAnatomy) -> tuple[LayerPart, ...]:
+    """Returns the parts of half layers, none where the architecture has none and nobody asked for them.
+
+    A toy of the same configuration and code isn't tried again in this process.
+    """
+    model = toy_model(config)
+    key = architecture_key(model.config, anatomy, model)
+    if key not in _found:
+        try:
+            _found[key] = find_halves(config, anatomy)
+        except SlipstreamError:
+            _found[key] = ()
+    return _found[key]
 
 
 def find_halves(config: PretrainedConfig, anatomy: ModelAnatomy) -> tuple[LayerPart, ...]:

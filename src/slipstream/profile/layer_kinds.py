@@ -16,6 +16,7 @@ from slipstream.model import (
     copy_with_shared_weights,
     find_anatomy,
     find_halves,
+    halves_or_none,
     meta_model,
     parts_of,
     units_of,
@@ -25,10 +26,7 @@ from slipstream.model import (
 def anatomy_with_halves(config: PretrainedConfig) -> ModelAnatomy:
     """Returns the model's anatomy, with the halves of its layers where they can be cut."""
     anatomy = find_anatomy(config)
-    try:
-        return replace(anatomy, halves=find_halves(config, anatomy))
-    except SlipstreamError:
-        return anatomy
+    return replace(anatomy, halves=halves_or_none(config, anatomy))
 
 
 def why_layers_stay_whole(config: PretrainedConfig) -> str:

@@ -23,6 +23,7 @@ from slipstream.model import (
     check_router_loss,
     find_halves,
     fuse_kernels,
+    halves_or_none,
     meta_model,
 )
 from slipstream.model.adapters import is_wrapper
@@ -151,9 +152,9 @@ def assign_layers(
         if reason := model.anatomy.obstacle(f"{model.anatomy.layers}.{layer}" for layer in cut):
             raise SlipstreamError(f"partition={list(counts)} cuts a layer in half: {reason}. Give whole layers there.")
         # Where there are none, looking for them again says why.
-        halves = halves or model.halves_or_none() or find_halves(model.config, model.anatomy)
+        halves = halves or halves_or_none(model.config, model.anatomy) or find_halves(model.config, model.anatomy)
     elif model.uses_randomness:
-        halves = halves or model.halves_or_none()
+        halves = halves or halves_or_none(model.config, model.anatomy)
     separate_ends = frozenset(edge for stage in layers for edge in stage if isinstance(edge, ModelEnd))
     return layers, replace(model.anatomy, halves=halves, separate_ends=separate_ends)
 
@@ -165,7 +166,7 @@ def _balanced(model: FlopEstimate, placement: Sequence[int]) -> tuple[list[float
     slowest = _slowest_rank(costs, whole, placement)
     if sum(costs) / len(set(placement)) > WORTH_CUTTING * slowest:
         return [*whole], ()  # even the most even cut would not be
-    halves = model.halves_or_none()
+    halves = halves_or_none(model.config, model.anatomy)
     if halves and not model.anatomy.kept_whole:
         costs = model.costs(halves)
         counts = partition_layers(costs, len(placement), placement=placement)

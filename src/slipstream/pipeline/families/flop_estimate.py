@@ -11,14 +11,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from slipstream.array_types import Floats
 from slipstream.cost import AttentionWindow
-from slipstream.errors import SlipstreamError
 from slipstream.model import (
     LayerHalf,
     LayerPart,
     LayerRange,
     ModelAnatomy,
-    architecture_key,
-    find_halves,
     meta_model,
     units_of,
     uses_randomness,
@@ -27,7 +24,6 @@ from slipstream.model.autograd_memory import RecomputePolicy
 from slipstream.planner.ragged import StageRates
 from slipstream.schedule import Op
 
-_found_halves: dict[object, tuple[LayerPart, ...]] = {}
 _WITHOUT_SCORES = ("linear_attention", "conv", "mlp", "moe")  # kinds of layers by transformers' names
 
 
@@ -53,19 +49,6 @@ class FlopEstimate:
         self.uses_randomness = uses_randomness(self._module)
         self._seq_len, self._text = seq_len, config.get_text_config()
         self._has_head = has_head  # of whichever stage is last
-
-    def halves_or_none(self) -> tuple[LayerPart, ...]:
-        """Returns the parts of half layers, none where the architecture has none: nobody asked for them.
-
-        A toy of the same configuration and code isn't tried again in this process.
-        """
-        key = architecture_key(self.config, self.anatomy, self._module)
-        if key not in _found_halves:
-            try:
-                _found_halves[key] = find_halves(self.config, self.anatomy)
-            except SlipstreamError:
-                _found_halves[key] = ()
-        return _found_halves[key]
 
     def costs(self, halves: Sequence[LayerPart] = ()) -> list[float]:
         """Returns the multiplications of each layer, or of both halves of each where `halves` are given.
