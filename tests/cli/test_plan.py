@@ -16,9 +16,8 @@ import yaml
 import slipstream
 from slipstream.cli.plan import plan as command
 from slipstream.cli.plan import training_lines
-from slipstream.cost import Degrees, ProfileSource
+from slipstream.cost import Degrees, ProfileSource, load_profile
 from slipstream.errors import SlipstreamError
-from slipstream.launch.profile_ranks import measure_profile
 from slipstream.planner.report import reasons
 from slipstream.planner.search import make_options
 from slipstream.planner.search.plan_space import PlanSpace
@@ -164,13 +163,15 @@ def test_an_exact_slicing_is_written_as_it_is(
 def test_python_takes_what_the_command_takes(model: Path, cluster: Path, tmp_path: Path) -> None:
     """Models in every form, one value or several, a counted model."""
     (tmp_path / "training.yaml").write_text(yaml.safe_dump({"model": {"path": str(model)}}))
-    settings: dict[str, Any] = {"seq_len": SEQ_LEN, "global_batch": 4, "tensor_parallel": 1, "schedule": ["1f1b"]}
+    settings: dict[str, Any] = {"seq_len": SEQ_LEN, "global_batch": 4, "schedule": ["1f1b"], "recompute": "none"}
+    settings |= {"tensor_parallel": 1, "pipeline_parallel": 2, "num_slices": 2, "offload": 0.0}
     forms = [llama(), model, model / "config.json", tmp_path / "training.yaml"]
     found = [slipstream.plan(each, cluster, **settings) for each in forms]
     assert len({each.best.configuration for each in found}) == 1
     assert {each.best.configuration.schedule for each in found} == {"1f1b"}
     assert found[0].model == "llama, 4 layers of 32"
-    counted = slipstream.plan(MODEL, "h100-dgx", seq_len=4096, global_batch=8)  # one node of a named cluster
+    pinned = {"pipeline_parallel": 8, "schedule": "1f1b", "recompute": "none", "offload": 0.0}
+    counted = slipstream.plan(MODEL, "h100-dgx", seq_len=4096, global_batch=8, **pinned)  # one node of a named cluster
     assert counted.num_devices == 8
 
 
@@ -280,7 +281,8 @@ def test_eight_bits_are_refused_even_where_a_description_has_their_rate(tmp_path
 @pytest.mark.more
 def test_files_are_replaced_only_when_told(model: Path, cluster: Path, tmp_path: Path) -> None:
     output = tmp_path / "plan.yaml"
-    plan_file(model, cluster, output, tensor_parallel="1")
+    settings = {"pipeline_parallel": "2", "schedule": "1f1b", "num_slices": "2", "recompute": "none", "offload": "0"}
+    plan_file(model, cluster, output, tensor_parallel="1", **settings)
     before = output.read_text()
     with pytest.raises(SlipstreamError, match=r"--output=.* exists; choose another file, or give --overwrite"):
         plan_file(model, cluster, output, tensor_parallel="2")
@@ -288,7 +290,7 @@ def test_files_are_replaced_only_when_told(model: Path, cluster: Path, tmp_path:
         plan_file(model, cluster, tmp_path / "b.yaml", report=output)
     assert output.read_text() == before
     assert not (tmp_path / "b.yaml").exists()
-    plan_file(model, cluster, output, tensor_parallel="2", overwrite=True)
+    plan_file(model, cluster, output, tensor_parallel="2", overwrite=True, **settings)
     assert output.read_text() != before
 
 
@@ -308,12 +310,19 @@ def train(num_processes: int, plan: Path) -> None:
 QUICK: dict[str, Any] = {"seq_len": SEQ_LEN, "longest_slice": SEQ_LEN, "granularity": 32, "repeats": 2, "budget": 5.0}
 
 
+def measure(model: Path, *more: str) -> Path:
+    """Measures by the command; returns the profile's file."""
+    file = model.with_name("profile.json")
+    settings = [f"--{name.replace('_', '-')}={value}" for name, value in QUICK.items()]
+    ended = slipstream_command("profile", model, "--output", file, "--device=cpu", *settings, *more)
+    assert ended.returncode == 0, ended.stderr
+    return file
+
+
 @pytest.mark.more
-def test_a_plan_from_a_profile_is_trained(tmp_path: Path) -> None:
-    measured, settings = tmp_path / "profile.json", tmp_path / "model.yaml"
-    measure_profile(llama(), ProfileSettings(**QUICK), num_ranks=2, device="cpu").save(measured)
+def test_a_plan_from_a_profile_is_trained(model: Path, tmp_path: Path) -> None:
+    measured, settings, output = measure(model), tmp_path / "model.yaml", tmp_path / "plan.yaml"
     settings.write_text(yaml.safe_dump({"model": {"config": llama().to_diff_dict()}}))
-    output = tmp_path / "plan.yaml"
     planned = slipstream_command(
         *("plan", settings, measured, f"--seq-len={SEQ_LEN}", "--global-batch=2", "--output", output),
         *("--pipeline-parallel", "2", "--num-slices", "2,4"),
@@ -333,16 +342,17 @@ def test_a_plan_from_a_profile_is_trained(tmp_path: Path) -> None:
 def test_what_ranks_measured_together_is_planned_for_as_many(tmp_path: Path) -> None:
     """Two processes that share every slice and have half of the experts each."""
     mixture = ARCHITECTURES["gpt_oss"]
-    shared = Degrees(context=2, experts=2)
-    profile = measure_profile(mixture, ProfileSettings(**QUICK), num_ranks=1, device="cpu", degrees=shared)
-    assert (profile.degrees, profile.hardware.processes) == (shared._replace(exchange="auto"), 2)
-    profile.save(tmp_path / "profile.json")
-    plan = slipstream.plan(mixture, tmp_path / "profile.json", seq_len=SEQ_LEN, global_batch=2)
+    mixture.save_pretrained(tmp_path / "model")
+    file = measure(tmp_path / "model", "--ranks=1", "--cp=2", "--ep=2")
+    profile = load_profile(file)
+    assert profile.degrees == Degrees(context=2, experts=2)._replace(exchange="auto")
+    assert profile.hardware.processes == 2
+    plan = slipstream.plan(mixture, file, seq_len=SEQ_LEN, global_batch=2)
     chosen = plan.best.configuration
     assert (chosen.context_parallel, chosen.expert_parallel, chosen.num_devices) == (2, 2, 2)
     assert plan_settings(plan, {}, chosen.schedule)["parallel"]["context_exchange"] == "auto"
     with pytest.raises(SlipstreamError, match="divide"):
-        slipstream.plan(mixture, tmp_path / "profile.json", seq_len=SEQ_LEN, global_batch=2, context_parallel=4)
+        slipstream.plan(mixture, file, seq_len=SEQ_LEN, global_batch=2, context_parallel=4)
 
 
 @pytest.mark.more

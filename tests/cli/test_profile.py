@@ -57,7 +57,9 @@ def test_a_training_configuration_whose_ranks_share_layers(tmp_path: Path) -> No
         "training": {"output": str(tmp_path / "run"), "steps": 1, "seq_len": 16},
     }
     config.write_text(yaml.safe_dump(settings))
-    command(str(config), output, repeats=2, ranks=1, tp=2, granularity=8)
+    quick = ("--repeats=2", "--ranks=1", "--tp=2", "--granularity=8")
+    ended = slipstream_command("profile", config, "--output", output, *quick)
+    assert ended.returncode == 0, ended.stderr
     assert not (tmp_path / "run").exists()
     profile = load_profile(output)
     assert (profile.seq_len, profile.degrees.tensor, profile.hardware.processes) == (16, 2, 2)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.cost import UNSHARED, Degrees, Profile, load_profile
 from slipstream.errors import SlipstreamError
+from slipstream.launch.forked_ranks import fork_server
 from slipstream.launch.local_ranks import has_launcher, launch_ranks, reported_to_the_launcher, temporary_folder
 from slipstream.launch.stop_request import watched_local_rank
 from slipstream.watchdog import watchdog_paused
@@ -41,19 +42,20 @@ def measure_profile(
 
     from slipstream.parallel import check_sharing
 
-    settings.check(model_config)
-    check_sharing(model_config, degrees, settings.parallel)
-    if has_launcher():
-        raise SlipstreamError("slipstream profile starts its own processes; run it without torchrun or srun.")
-    num_devices, num_processes = torch.cuda.device_count(), num_ranks * degrees.num_ranks
-    if device == "cuda" and not num_devices:
-        raise SlipstreamError("--device=cuda needs a CUDA device, but there is none; use --device=cpu")
-    chosen = ("cuda" if num_devices else "cpu") if device == "auto" else device
-    with temporary_folder() as folder:
+    # before anything below starts threads or looks for GPUs
+    with fork_server() as server, temporary_folder() as folder:
+        settings.check(model_config)
+        check_sharing(model_config, degrees, settings.parallel)
+        if has_launcher():
+            raise SlipstreamError("slipstream profile starts its own processes; run it without torchrun or srun.")
+        num_devices, num_processes = torch.cuda.device_count(), num_ranks * degrees.num_ranks
+        if device == "cuda" and not num_devices:
+            raise SlipstreamError("--device=cuda needs a CUDA device, but there is none; use --device=cpu")
+        chosen = ("cuda" if num_devices else "cpu") if device == "auto" else device
         model_config.save_pretrained(folder / _MODEL)
         request = {"settings": settings.to_json(), "device": chosen, "degrees": degrees}
         (folder / _REQUEST).write_text(json.dumps(request))
-        launch_ranks("slipstream.launch.profile_ranks", [str(folder)], num_processes)
+        launch_ranks("slipstream.launch.profile_ranks", [str(folder)], num_processes, server)
         return load_profile(folder / _PROFILE)
 
 
