@@ -25,11 +25,11 @@ from slipstream.cli import app
 from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress
 from slipstream.terminal import LEVELS, Level, at_level, log_details, make_console, shows
+from support.forked import slipstream_command
 from support.tiny_training import tiny_llama
 
 CONFIG = {
     "model": {"config": tiny_llama(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)},
-    "data": {"files": ["book.txt"]},
     "pipeline": {"num_ranks": 1, "slices": 2},
     "runtime": {"self_check": False},
     "training": {"steps": 12, "seq_len": 32, "eval_every": 0},
@@ -64,16 +64,15 @@ def _read(leader: int) -> bytes:
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """What the same run says on a terminal and in a pipe, at the same time."""
+    """What the same run says on a terminal and in a file, at the same time."""
     folder = tmp_path_factory.mktemp("terminal")
     (folder / "book.txt").write_text("some words to learn from. " * 400)
-    (folder / "config.yaml").write_text(yaml.safe_dump(CONFIG))
+    config = folder / "config.yaml"
+    config.write_text(yaml.safe_dump(CONFIG | {"data": {"files": [str(folder / "book.txt")]}}))
     train = [sys.executable, "-m", "slipstream", "train", "config.yaml"]
     with ThreadPoolExecutor() as pool:
         shown = pool.submit(_in_a_terminal, [*train, "--training.output=shown"], folder)
-        piped = subprocess.run(
-            [*train, "--training.output=piped"], cwd=folder, capture_output=True, text=True, timeout=300, check=False
-        )
+        piped = slipstream_command("train", config, f"--training.output={folder / 'piped'}")
         assert piped.returncode == 0, piped.stderr
         return shown.result(), piped.stdout + piped.stderr
 

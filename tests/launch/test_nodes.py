@@ -188,7 +188,7 @@ def test_two_nodes_train_like_one(network: Network, config: Path, on_one_host: l
     assert losses_in(config.parent / "output") == on_one_host
 
 
-@pytest.mark.more
+@pytest.mark.grid
 def test_slurm_tasks_train_like_local_ranks(network: Network, config: Path, on_one_host: list[float]) -> None:
     results = network.run([[*TRAIN, config]] * 2, [slurm_variables(rank, 2) for rank in range(2)])
     assert [result.returncode for result in results] == [0, 0], results[0].stderr + results[1].stderr
@@ -198,23 +198,14 @@ def test_slurm_tasks_train_like_local_ranks(network: Network, config: Path, on_o
 
 @pytest.mark.more
 def test_other_code_and_settings_are_told_on_every_rank(network: Network, config: Path, tmp_path: Path) -> None:
-    """By torchrun's static rendezvous this time, and the master's address."""
+    """Of Slurm's tasks this time, without torchrun."""
     package = Path(slipstream.__file__).parent
     shutil.copytree(package, tmp_path / "other" / "slipstream", ignore=shutil.ignore_patterns("__pycache__"))
     with (tmp_path / "other" / "slipstream" / "errors.py").open("a") as file:
         file.write("# a change\n")
-    commands = [
-        [
-            *TORCHRUN,
-            "--nnodes=2",
-            f"--node-rank={rank}",
-            f"--rdzv-endpoint={network.hosts.addresses[0]}:{PORT}",
-            *("-m", "slipstream", "train", str(config)),
-            f"--training.steps={steps}",
-        ]
-        for rank, steps in ((0, 4), (1, 5))
-    ]
-    results = network.run(commands, [{}, {"PYTHONPATH": str(tmp_path / "other")}])
+    commands = [[*TRAIN, str(config), f"--training.steps={steps}"] for steps in (4, 5)]
+    tasks = [slurm_variables(rank, 2) for rank in range(2)]
+    results = network.run(commands, [tasks[0], tasks[1] | {"PYTHONPATH": str(tmp_path / "other")}])
     for result in results:
         assert result.returncode != 0
         assert "training.steps: 4 on rank 0 (node0); 5 on rank 1 (node1)" in result.stderr

@@ -36,6 +36,7 @@ _PROCESSES.set_forkserver_preload(
         "slipstream.train.training_rank",
         "transformers.models.auto.modeling_auto",
         "matplotlib.backends.backend_agg",  # for the picture of a run's last step
+        "matplotlib.figure",
         "rich.progress",
         "support.architectures",
         "support.forked",

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import own_loop
+from examples import own_loop
 from slipstream import Pipeline
 from slipstream.checkpoint import CheckpointFolder
 
