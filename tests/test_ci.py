@@ -42,25 +42,20 @@ if MODE == "unimportable": import no_such_module
 """
 INI = "[pytest]\nmarkers = more\ntimeout = 30\ntimeout_method = thread\n"
 TWO_WORKERS = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", "--max-worker-restart=0"]
-more = pytest.mark.more
+MODES = {"once": 0, "twice": 1, "fine": 0, "crash": 1, "timeout": 1, "unimportable": 2, "deselected": 5}
+AT_ONCE, BY_WORKERS = ("once", "twice"), ("once", "crash", "timeout")
 
 
 @pytest.mark.parametrize(
-    ("mode", "status", "flaky"),
-    [
-        ("once", 0, ["test_changing"]),
-        ("twice", 1, []),
-        pytest.param("fine", 0, [], marks=more),
-        pytest.param("crash", 1, [], marks=more),
-        pytest.param("timeout", 1, [], marks=more),
-        pytest.param("unimportable", 2, [], marks=more),
-        pytest.param("deselected", 5, [], marks=more),
+    ("mode", "workers"),
+    [pytest.param(mode, [], marks=[pytest.mark.more] * (mode not in AT_ONCE), id=f"{mode}, here") for mode in MODES]
+    + [
+        pytest.param(mode, TWO_WORKERS, marks=pytest.mark.more if mode in BY_WORKERS else pytest.mark.grid, id=mode)
+        for mode in MODES
     ],
 )
-@pytest.mark.parametrize("workers", [[], pytest.param(TWO_WORKERS, marks=more)], ids=["here", "workers"])
-def test_a_test_that_fails_once_is_named(
-    mode: str, status: int, flaky: list[str], workers: list[str], tmp_path: Path
-) -> None:
+def test_a_test_that_fails_once_is_named(mode: str, workers: list[str], tmp_path: Path) -> None:
+    status, flaky = MODES[mode], ["test_changing"] if mode == "once" else []
     (tmp_path / "test_cases.py").write_text(CASES, encoding="utf-8")
     (tmp_path / "pytest.ini").write_text(INI.replace("30", "2") if mode == "timeout" else INI, encoding="utf-8")
     names = tmp_path / "flaky.txt"

@@ -6,6 +6,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Collection
 from functools import cache, partial
+from itertools import cycle
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
@@ -62,27 +63,40 @@ AT_ONCE |= {
 }
 DATA = {"sums_are_those_of_one_process", "reductions_run_beside_the_pipeline", "tied_weights_are_delivered_whole"}
 DATA |= {"calls_and_bytes_are_those_of_the_formulas", "three_steps_of_adamw", "all_ranks_skip_the_same_step"}
+MESH = {"auto", "planned_halves", "every_model_mesh_and_kind_of_rows"}
 CONTEXT = {"heads, llama, tied", "keys, documents, gpt_oss", "apart", "exchanged_bytes", "gathered_bytes", "refused"}
+CONTEXT |= {"pp2 cp2, heads, gpt_oss"}
+# `make test-more` has each of these with the other exchange.
+OTHER_EXCHANGE = {f"{kind}, {title}" for kind, (title, *_) in zip(cycle(context.KINDS), context.PER_KIND, strict=False)}
+# Others have what these have: split backwards, sharded states, sequences, experts.
+OF_FOUR = {"zb-h1", "sharded optimizer", "sequences", "qwen3_moe"}
 CASES = [
-    *cases(mesh, 4, mesh.CASES, grid=("auto", "planned_halves", "packed_rows_of_every_kind")),
+    *cases(mesh, 4, mesh.CASES, grid=MESH),
     *cases(token_parts, 2),
-    *cases(context, 2, context.TWO.keys() - CONTEXT, chosen=context.TWO),
+    *cases(context, 2, context.TWO.keys() - CONTEXT, OTHER_EXCHANGE - CONTEXT, chosen=context.TWO),
     *cases(
         context,
         4,
-        context.MESHES.keys() - {"pp2 cp2, heads, gpt_oss"},
-        grid={name for name in context.MESHES if name.partition(",")[0] in context.FOUR} - {"pp2 cp2, heads, gpt_oss"},
+        context.MESHES.keys() - CONTEXT,
+        grid={name for name in context.MESHES if name.partition(",")[0] in context.FOUR} - CONTEXT | OF_FOUR,
         chosen=context.MESHES,
     ),
     *cases(expert_parallel, 2, expert_parallel.CASES.keys() - {"qwen3_moe", "memory", "packed_documents"}),
-    *[pytest.param("expert_parallel", 4, case, marks=pytest.mark.more) for case in expert_parallel.OF_FOUR],
+    *cases(
+        expert_parallel,
+        4,
+        expert_parallel.OF_FOUR,
+        grid=["every_model_and_way_to_shard"],
+        chosen=expert_parallel.OF_FOUR,
+    ),
     *[
         case
         for size, numbers in ((2, random_meshes.OF_TWO), (4, random_meshes.OF_FOUR))
         for case in cases(
             random_meshes,
             size,
-            random_meshes.CASES.keys() - random_meshes.AT_ONCE,
+            random_meshes.MORE,
+            random_meshes.CASES.keys() - random_meshes.AT_ONCE - random_meshes.MORE,
             chosen=random_meshes.cases(numbers),
         )
     ],

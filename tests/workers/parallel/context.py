@@ -387,7 +387,7 @@ def resumed() -> None:
             assert error(pipe, dict(whole.named_parameters()), "data") < 1e-9, (meshes, sharded)
 
 
-_PER_KIND: list[tuple[str, Callable[..., object], str, dict[str, Any]]] = [
+PER_KIND: list[tuple[str, Callable[..., object], str, dict[str, Any]]] = [
     *((name, rows, name, {}) for name in (*MODELS, "gemma2", "keys wider than values")),
     *((f"documents, {name}", documents, name, {}) for name in ("llama", "gemma3", "gpt_oss")),
     *((f"sequences, {name}", sequences, name, {}) for name in ("llama", "phi3")),
@@ -395,7 +395,7 @@ _PER_KIND: list[tuple[str, Callable[..., object], str, dict[str, Any]]] = [
 ]
 TWO: dict[str, Callable[[], object]] = {
     f"{kind}, {title}": partial(run, name, {"cp": 2}, context_exchange=kind, **settings)
-    for kind, (title, run, name, settings) in product(KINDS, _PER_KIND)
+    for kind, (title, run, name, settings) in product(KINDS, PER_KIND)
 }
 PIPELINE, REPLICAS = FOUR["pp2 cp2"], FOUR["dp2 cp2"]
 LONGER = "mistral, window of 7"  # of four layers

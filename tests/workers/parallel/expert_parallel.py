@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 from unittest.mock import patch
 
 import pytest
@@ -424,12 +424,13 @@ def adapted() -> None:
         check_step(pipe, whole.get_base_model(), *batch(pipe.num_replicas))
 
 
-def pipelines() -> None:
+def pipelines(every: bool = False) -> None:
     """Four processes: two replicas of a pipeline, whose ranks of one stage hold different experts."""
-    for name in ("qwen3_moe", "gpt_oss"):
-        exact(name, partial(make_mesh, pp=2, dp=2, ep=2))
+    mesh = partial(make_mesh, pp=2, dp=2, ep=2)
+    for name in ("gpt_oss", "qwen3_moe")[: 1 + every]:
+        exact(name, mesh)
     memory, parallel = Memory(recompute="full"), Parallelism(shard="optimizer")
-    exact("qwen3_moe", partial(make_mesh, pp=2, dp=2, ep=2), schedule="zb-h1", memory=memory, parallel=parallel)
+    exact("qwen3_moe", mesh, schedule="zb-h1", memory=memory, parallel=parallel)
 
 
 def planned() -> None:
@@ -447,20 +448,28 @@ def planned() -> None:
     assert profile.num_optimized(range(3), 2) == others / 2 + 3 * a_half
 
 
-def four_replicas() -> None:
+def four_replicas(every: bool = False) -> None:
     """Four processes, each expert on two of them or on one, with their gradients and optimizer state sharded or not."""
-    for ep in (2, 4):
-        exact("qwen3_moe", partial(replicas, ep))
-        exact("qwen3_moe", partial(replicas, ep), parallel=Parallelism(shard="optimizer"))
-        exact("qwen3_moe", partial(replicas, ep), parallel=Parallelism(shard="parameters"))
+    ways: list[tuple[int, Literal["none", "optimizer", "parameters"]]] = [
+        *((2, "none"), (2, "parameters"), (4, "optimizer")),
+        *((2, "optimizer"), (4, "none"), (4, "parameters")),
+    ]
+    for ep, shard in ways[: 6 if every else 3]:
+        exact("qwen3_moe", partial(replicas, ep), parallel=Parallelism(shard=shard))
     three_steps(Parallelism(shard="optimizer"), 2, 4)
 
 
-def tensor_ranks() -> None:
+def tensor_ranks(every: bool = False) -> None:
     """Four processes: ranks that share layers send other tokens each, and all hold the experts of their replica."""
-    for name, sequence in (("qwen3_moe", False), ("mixtral", True), ("deepseek_v3", False), ("glm4_moe", True)):
+    models = (("mixtral", True), ("deepseek_v3", False), ("qwen3_moe", False), ("glm4_moe", True))
+    for name, sequence in models[: 4 if every else 2]:
         parallel = Parallelism(sequence_parallel=sequence)
         exact(name, partial(make_mesh, dp=2, tp=2, ep=2), parallel=parallel)
+
+
+def every_model_and_way_to_shard() -> None:
+    for case in (pipelines, four_replicas, tensor_ranks):
+        case(every=True)
 
 
 def of_model(name: str) -> Callable[[], None]:
@@ -490,7 +499,7 @@ CASES = by_name(
         refusals,
     ),
 )
-OF_FOUR = by_name(pipelines, planned, four_replicas, tensor_ranks)
+OF_FOUR = by_name(pipelines, planned, four_replicas, tensor_ranks, every_model_and_way_to_shard)
 
 
 if __name__ == "__main__":

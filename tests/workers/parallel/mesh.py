@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -182,26 +183,27 @@ def limit() -> None:
         pipeline((2, 1, 2), memory_limit=1e5).step(inputs, inputs)
 
 
-def ends_apart() -> None:
-    """Stages that are the embedding alone and the head alone, their weights shared by tensor ranks or replicas."""
+def ends_apart(every: bool = False) -> None:
+    """Stages that are the embedding alone and the head alone, their weights shared by tensor ranks or replicas. Each
+    model and end is on one mesh, or on every one."""
     inputs, labels = tokens(batch=4), labels_of(tokens(batch=4))
-    for name in ("llama, tied", "gpt2"):
+    meshes: list[Any] = [
+        ((2, 1, 2), {"sequence_parallel": False}),
+        ((2, 2, 1), {}),
+        ((2, 1, 2), {"sequence_parallel": True}),
+    ]
+    for number, (name, partition) in enumerate(product(("llama, tied", "gpt2"), ([0, 2], [2, 0]))):
         whole = build(CONFIGS[name], seed=3)
         expected = unsplit_step(whole, inputs, labels)
         wanted = gradients(whole)
-        for partition in ([0, 2], [2, 0]):
-            for mesh, settings in (
-                ((2, 1, 2), {"sequence_parallel": False}),
-                ((2, 1, 2), {"sequence_parallel": True}),
-                ((2, 2, 1), {}),
-            ):
-                pipe = pipeline(mesh, name, partition=partition, **settings)
-                rows = slice(0, 4) if mesh[1] == 1 else slice(2 * pipe.replica, 2 * pipe.replica + 2)
-                assert abs(pipe.step(inputs[rows], labels[rows]) - expected) < BOUND * expected
-                for piece in pipe.parameter_shards():
-                    given = piece.parameter.grad
-                    error = gradient_error({"": piece.share.take(wanted[piece.name])}, {"": given})
-                    assert error < BOUND, (name, partition, mesh, settings, piece.name, error)
+        for mesh, settings in meshes if every else [meshes[number % len(meshes)]]:
+            pipe = pipeline(mesh, name, partition=partition, **settings)
+            rows = slice(0, 4) if mesh[1] == 1 else slice(2 * pipe.replica, 2 * pipe.replica + 2)
+            assert abs(pipe.step(inputs[rows], labels[rows]) - expected) < BOUND * expected
+            for piece in pipe.parameter_shards():
+                given = piece.parameter.grad
+                error = gradient_error({"": piece.share.take(wanted[piece.name])}, {"": given})
+                assert error < BOUND, (name, partition, mesh, settings, piece.name, error)
 
 
 def planned_halves() -> None:
@@ -248,10 +250,10 @@ def planned_from_measured_costs() -> None:
         assert error < BOUND, (piece.name, error)
 
 
-def carried_states() -> None:
+def carried_states(every: bool = False) -> None:
     """Ranks that share layers carry whole states, also where one token is alone in its slice."""
     inputs, labels = tokens(), labels_of(tokens())
-    for name, sequence in (("qwen3_5_text", True), ("jamba", False), ("kimi_linear", True)):
+    for name, sequence in (("qwen3_5_text", True), ("jamba", False), ("kimi_linear", True))[: 2 + every]:
         with no_rounding_inside():
             whole = build(HYBRIDS[name], seed=3)
             expected = unsplit_step(whole, inputs, labels)
@@ -366,8 +368,9 @@ def low_precision() -> None:
         assert error < 0.03, (name, error)
 
 
-def packed_rows_of_every_kind() -> None:
-    packed_rows(every=True)
+def every_model_mesh_and_kind_of_rows() -> None:
+    for case in (ends_apart, carried_states, packed_rows):
+        case(every=True)
 
 
 CASES = by_name(
@@ -381,10 +384,10 @@ CASES = by_name(
     auto,
     carried_states,
     packed_rows,
-    packed_rows_of_every_kind,
     limit,
     refusals,
     low_precision,
+    every_model_mesh_and_kind_of_rows,
 )
 
 if __name__ == "__main__":
