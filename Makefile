@@ -17,7 +17,8 @@ install: $(INSTALLED)
 
 $(INSTALLED): requirements.lock pyproject.toml
 	$(or $(PYTHON),$(error $(NO_PYTHON))) -m venv .venv
-	$(BIN)/pip install --disable-pip-version-check --quiet -r requirements.lock
+	# What is used compiles at its first import: all of it would take pip half a minute.
+	$(BIN)/pip install --disable-pip-version-check --quiet --no-compile -r requirements.lock
 	$(BIN)/pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation -e .
 	touch $@
 
