@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.flop_counter import FlopCounterMode, flop_registry
+from torch.utils.flop_counter import flop_registry
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
 
 from slipstream.attention import ContextStore
@@ -491,15 +491,12 @@ _running: list[_Traffic] = []  # the innermost count is the last
 def counted_operations(width: int) -> Iterator[OperationTally]:
     """Returns a tally that is complete when the block ends; tensors whose last dim is `width` count as wide."""
     tally = OperationTally()
-    flops = FlopCounterMode(display=False, custom_mapping={_aten._grouped_mm: _grouped_flops})
-    traffic = _Traffic(tally, width)
-    _running.append(traffic)
+    _running.append(_Traffic(tally, width))
     try:
-        with traffic, flops, watched_kernels(_FusedKernel.apply):
+        with _running[-1], watched_kernels(_FusedKernel.apply):
             yield tally
     finally:
         _running.pop()
-    tally.flops = flops.get_total_flops()
 
 
 class _Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -510,21 +507,22 @@ class _Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._tally, self._width = tally, width
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        grouped = func._overloadpacket is _aten._grouped_mm
-        result = _grouped_product(*args, **(kwargs or {})) if grouped else func(*args, **(kwargs or {}))
-        if func.is_view or func._overloadpacket in _NO_KERNELS:
+        packet, kwargs = func._overloadpacket, kwargs or {}
+        result = (_grouped_product if packet is _aten._grouped_mm else func)(*args, **kwargs)
+        if func.is_view or packet in _NO_KERNELS:
             return result
         tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, Tensor)]
-        if func._overloadpacket in _GATHERS:  # reads as much as it writes, not its whole input
+        if packet in _GATHERS:  # reads as much as it writes, not its whole input
             tensors = [result, result]
-        if not (grouped or func._overloadpacket in flop_registry):
+        if packet not in _FLOPS:
             self.add(tensors)
             return result
         tally = self._tally
+        tally.flops += _FLOPS[packet](*args, **kwargs, out_val=result)
         tally.num_kernels += 1
         tally.num_matmuls += 1
         tally.matmul_bytes += _num_bytes(tensors)
-        depth = _depth(func._overloadpacket, args)
+        depth = _depth(packet, args)
         tally.hidden_depth += depth if depth == self._width else 0
         tally.other_depth += depth if depth != self._width else 0
         # a convolution's gradients
@@ -591,8 +589,11 @@ def _grouped_product(a: Tensor, b: Tensor, offs: Tensor | None = None, *args: An
     return a.new_empty(*a.shape[:-1], b.shape[-1])
 
 
-def _grouped_flops(a: Any, b: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+def _grouped_flops(a: Tensor, b: Tensor, *_: Any, out_val: Tensor, **__: Any) -> int:
     """Counts the flops of experts' products: (N,K) x (E,K,M) -> (N,M), one matrix per token, or the gradient of B."""
-    if len(a) == len(b) == 2:
-        return int(2 * a[0] * a[1] * b[1])
-    return int(2 * math.prod(out_shape) * a[-1])
+    if a.dim() == b.dim() == 2:
+        return 2 * a.shape[0] * a.shape[1] * b.shape[1]
+    return 2 * math.prod(out_val.shape) * a.shape[-1]
+
+
+_FLOPS = {**flop_registry, _aten._grouped_mm: _grouped_flops}
