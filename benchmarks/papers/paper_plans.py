@@ -132,9 +132,9 @@ class PaperSpace(PlanSpace):
     def slices(self, configuration: Configuration) -> tuple[int, ...]:
         return self._given_slices or super().slices(configuration)
 
-    def actions(self, configuration: Configuration) -> ActionArrays:
+    def actions(self, configuration: Configuration, shape: ScheduleShape) -> ActionArrays:
         """Returns the papers' schedule, whose backwards are whole."""
-        return whole_backwards(self.shape(configuration), configuration.recompute in REPLAYED)
+        return whole_backwards(shape, configuration.recompute in REPLAYED)
 
 
 @lru_cache(maxsize=KEPT)

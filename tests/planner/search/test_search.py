@@ -362,7 +362,7 @@ def test_exact_slicings_are_of_pipelines_and_differ_from_the_others() -> None:
 def test_one_kind_of_slicing_may_be_all_that_is_allowed() -> None:
     options = PlanOptions(slicing=("exact",))
     assert {c.slicing for _, _, c in PlanSpace(source(), SEQ_LEN, 8, options).bounded()} == {"exact"}
-    with pytest.raises(SlipstreamError, match="allow more than pipeline_parallel=1, slicing=exact"):
+    with pytest.raises(SlipstreamError, match="pipeline_parallel=1 fits nothing.*Choose from 2, 4"):
         search_plans(source(), SEQ_LEN, 8, options=replace(options, pipeline_parallel=(1,)))
     with pytest.raises(SlipstreamError, match="nothing fits"):
         search_plans(source(), SEQ_LEN, 8, options=replace(options, memory_limit=1e6))
@@ -505,6 +505,25 @@ def test_a_few_microbatches_tell_nearly_what_many_hold(offloads: bool, monkeypat
                 many = bound.peaks(shape)
             assert (few <= many * (1 + 1e-12)).all()
             assert few.max() > 0.7 * many.max()
+
+
+@pytest.mark.parametrize("schedule", [name for name, kind in SCHEDULES.items() if not kind.holds_all])
+def test_a_long_step_is_told_from_its_first_and_last_microbatches(schedule: str) -> None:
+    """Its time, causes and memory; without copies that take longer than the work they are as of the whole step."""
+    stages = SCHEDULES[schedule].stages_per_rank[:2][-1]
+    space = PlanSpace(source(), SEQ_LEN, 800 // stages, PlanOptions())
+    for recompute, offload in (("none", 0.0), ("none", 1.0), ("stage", 0.0), ("full", 1.0)):
+        configuration = Configuration(1, 3, 2, stages, schedule, 1, 4, recompute, offload, "optimizer")
+        told, whole = (kind(space, configuration) for kind in (SimulatedConfiguration.told, SimulatedConfiguration.of))
+        assert 3 * len(told.arrays.op) < len(whole.arrays.op)
+        assert told.step()[0] == pytest.approx(whole.step()[0], rel=1e-3)
+        assert sum(told.step()[1].values()) == pytest.approx(told.step()[0])
+        assert told.step()[1] == pytest.approx(whole.step()[1], abs=2e-3 * whole.step()[0])
+        assert told.peaks() == pytest.approx(whole.peaks(), rel=1e-6)
+        assert told.host_peak() == pytest.approx(whole.host_peak(), rel=1e-6)
+        first, second = predict(told), predict(whole)
+        assert (first.num_microbatches, first.peak_memory) == (400 // stages, pytest.approx(second.peak_memory, rel=1e-6))
+        assert first.idle_fraction == pytest.approx(second.idle_fraction, abs=1e-3)
 
 
 def test_a_single_device_is_planned_wherever_something_fits() -> None:

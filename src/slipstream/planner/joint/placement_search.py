@@ -22,7 +22,9 @@ from slipstream.planner.order.order_search import find_order, step_lower_bound
 from slipstream.planner.order.ordering_problem import StepActions, UnitTimes
 from slipstream.planner.slicing import equal_time_slices, slice_tokens
 from slipstream.schedule import Op, Schedule
-from slipstream.simulator import TableCost, simulate
+from slipstream.schedule.action_arrays import ActionArrays
+from slipstream.simulator import TableCost
+from slipstream.simulator.simulation import end_times
 
 
 class PlanMemory:
@@ -208,7 +210,7 @@ class PlacementSearch:
 
     def plan_in(self, candidate: Candidate, schedule: Schedule) -> JointPlan:
         """Returns the candidate in an order."""
-        seconds = simulate(schedule, self._table(candidate)).makespan
+        seconds = self._makespan(candidate, schedule)
         bound = step_lower_bound(*self._counts(candidate), self._table(candidate), split=self.problem.split)
         return JointPlan(
             schedule=schedule,
@@ -224,7 +226,10 @@ class PlacementSearch:
         """Returns the seconds of a step in an order that is searched for with this effort; infinite where none was
         found that keeps to the memory limit."""
         schedule = self._ordered(candidate, effort)
-        return inf if schedule is None else simulate(schedule, self._table(candidate)).makespan
+        return inf if schedule is None else self._makespan(candidate, schedule)
+
+    def _makespan(self, candidate: Candidate, schedule: Schedule) -> float:
+        return float(end_times(ActionArrays.of(schedule), self._table(candidate))[0].max())
 
     def bound(self, candidate: Candidate) -> float:
         """Returns the least seconds of a step in any order; infinite where none keeps to the memory limit."""

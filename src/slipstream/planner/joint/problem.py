@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import pairwise
 from math import inf
 from operator import itemgetter
 from typing import Any, TypeVar
@@ -171,6 +170,7 @@ class JointPlan:
 
 
 _MOST_SIMULATIONS = 200
+_MANY_CUTS = 32
 Choice = TypeVar("Choice")
 Value = TypeVar("Value", bound=Any)
 
@@ -272,8 +272,8 @@ class SlowedStep:
 
 
 def moved_cuts(bounds: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Yields the bounds with one to three neighbouring cuts moved by one or two units."""
-    return _moved(bounds, (-1, 1, -2, 2), most=3)
+    """Yields the bounds with one to three neighbouring cuts moved by one or two units; of many, single ones by one."""
+    return _moved(bounds, (-1, 1, -2, 2), most=3) if len(bounds) <= _MANY_CUTS else _moved(bounds, (-1, 1), most=1)
 
 
 def _moved(bounds: tuple[int, ...], steps: Sequence[int], most: float = inf) -> Iterator[tuple[int, ...]]:
@@ -282,6 +282,5 @@ def _moved(bounds: tuple[int, ...], steps: Sequence[int], most: float = inf) -> 
     for first in inner:
         for last in range(first, int(min(first + most, len(bounds) - 1))):
             for step in steps:
-                moved = tuple(bound + step * (first <= at <= last) for at, bound in enumerate(bounds))
-                if all(a < b for a, b in pairwise(moved)):
-                    yield moved
+                if bounds[first - 1] < bounds[first] + step and bounds[last] + step < bounds[last + 1]:
+                    yield (*bounds[:first], *(b + step for b in bounds[first : last + 1]), *bounds[last + 1 :])

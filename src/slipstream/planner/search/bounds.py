@@ -30,7 +30,7 @@ from slipstream.simulator.memory_account import row_peaks
 
 _Result = TypeVar("_Result")
 
-_FILLED = 3  # times the slices that a pipeline has ranks: a schedule that bounds its memory has no more under way
+_FILLED = 3  # groups of microbatches: a schedule that bounds its memory has no more under way
 
 
 class ScheduleShape(NamedTuple):
@@ -49,12 +49,11 @@ class ScheduleShape(NamedTuple):
         """The ranks, microbatches, slices and stages per rank."""
         return self.num_ranks, self.num_microbatches, self.num_slices, self.stages_per_rank
 
-    @property
-    def with_few_microbatches(self) -> ScheduleShape:
-        """The shape with fewer microbatches, of which a rank has no more at the same time unless it has all: a few
-        groups of as many as pass interleaved stages together."""
+    def with_groups(self, number: int) -> ScheduleShape:
+        """Returns the shape with at most so many groups of microbatches, each of as many as pass interleaved stages
+        together."""
         group = -(-self.num_ranks // self.num_slices)
-        return self._replace(num_microbatches=min(self.num_microbatches, _FILLED * group))
+        return self._replace(num_microbatches=min(self.num_microbatches, number * group))
 
 
 class NewestResults(Generic[_Result]):
@@ -405,7 +404,7 @@ class MemoryBound:
     def peaks(self, shape: ScheduleShape) -> Floats:
         """Returns a lower bound of each rank's bytes at its peak, from the first few microbatches: more are held only
         where a rank has the forwards of all before its first backward, and all of them between the two."""
-        few = shape.with_few_microbatches
+        few = shape.with_groups(_FILLED)
         actions = cached_schedule(few)
         stage, (opens, _, closes), last = actions.stage, actions.context_marks, actions.is_one_of(Op.B, Op.W)
         whole, kept_bytes = self.whole[stage, actions.slice], self.kept[stage, actions.slice]

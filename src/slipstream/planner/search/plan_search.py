@@ -51,9 +51,10 @@ _SAVINGS = {
     "stage+full": ("none", "selective", "full", "stage", "stage+full"),
 }
 _MOST_SCHEDULED_EACH = 2  # configurations whose schedule is made, for each that may be simulated
-_MOST_UNITS = 100_000  # slices of stages in all schedules that are made: about a minute
+_MOST_UNITS = 500_000  # slices of stages in all schedules that are made: about half a minute
+_MOST_WHOLE = 200_000  # slices of stages of a long step that is simulated whole, as it is the shortest
 # configurations with another choice that are tested quickly, and whose schedule is made
-_MOST_TRIED, _MOST_SCHEDULED = 400, 8
+_MOST_TRIED, _MOST_SCHEDULED = 150, 8
 
 
 @contextmanager
@@ -166,6 +167,7 @@ class _PlanSearch:
     frontier: Frontier
     report: ProgressReport
     seconds: dict[Configuration, float] = field(default_factory=dict)  # simulated steps of those that fit
+    told: set[Configuration] = field(default_factory=set)  # those of them that weren't simulated whole
     too_large: set[Configuration] = field(default_factory=set)
     num_simulated: int = 0
     num_scheduled: int = 0  # configurations whose schedule was made
@@ -180,11 +182,26 @@ class _PlanSearch:
         """
         while True:
             self.simulate_promising()
+            if self._confirm_shortest():
+                continue
             before = self.num_simulated
             best = list(islice(self.predictions(), self.space.options.num_best))
             alternatives = list(self.alternatives(best[0])) if best else []
             if before == self.num_simulated:
                 return best, alternatives
+
+    def _confirm_shortest(self) -> bool:
+        """Simulates the shortest step whole; False where that was done, or takes too long."""
+        shortest = min(self._allowed(), key=self.seconds.__getitem__, default=None)
+        if shortest not in self.told or prod(self.space.shape(shortest).counts) > _MOST_WHOLE:
+            return False
+        self.told.remove(shortest)
+        del self.seconds[shortest]
+        if (candidate := SimulatedConfiguration.of(self.space, shortest)).fits():
+            self.seconds[shortest], _ = candidate.step()
+        else:
+            self.too_large.add(shortest)
+        return True
 
     def simulate_promising(self) -> None:
         """Simulates in the order of the bounds until the next configuration can't be among the best."""
@@ -241,12 +258,16 @@ class _PlanSearch:
         self.report("simulations", self.num_simulated, self.space.options.num_simulated)
         seconds, _ = candidate.step()
         self.seconds[configuration] = seconds
+        if candidate.num_more:
+            self.told.add(configuration)
         return seconds
 
     def _schedule(self, configuration: Configuration) -> SimulatedConfiguration:
         self.num_scheduled += 1
-        self.num_units += prod(self.space.shape(configuration).counts)
-        return SimulatedConfiguration.of(self.space, configuration)
+        candidate = SimulatedConfiguration.told(self.space, configuration)
+        schedule = candidate.schedule
+        self.num_units += schedule.num_stages * schedule.num_slices * schedule.num_microbatches
+        return candidate
 
     def predictions(self) -> Iterator[Prediction]:
         """Yields the simulated ones, best first."""
@@ -260,7 +281,8 @@ class _PlanSearch:
     def prediction(self, configuration: Configuration) -> Prediction:
         """Returns the prediction of a simulated configuration."""
         if configuration not in self.known:
-            self.known[configuration] = predict(SimulatedConfiguration.of(self.space, configuration))
+            kind = SimulatedConfiguration.told if configuration in self.told else SimulatedConfiguration.of
+            self.known[configuration] = predict(kind(self.space, configuration))
         return self.known[configuration]
 
     def gap(self, best: Prediction) -> float:
@@ -409,7 +431,8 @@ def _changes(space: PlanSpace) -> Iterator[str]:
 def _fitting(options: PlanOptions, space: PlanSpace) -> Configuration | None:
     """Returns one of the smallest configurations that fits, if any."""
     other = PlanSpace(space.source, space.seq_len, space.global_batch, options)
-    return next((c for c in _smallest(other) if may_fit(other, c) and SimulatedConfiguration.of(other, c).fits()), None)
+    fitting = (c for c in _smallest(other) if may_fit(other, c) and SimulatedConfiguration.told(other, c).fits())
+    return next(fitting, None)
 
 
 _EFFORT = 7e6  # of each joint search: a few seconds

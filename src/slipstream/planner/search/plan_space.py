@@ -202,12 +202,12 @@ class PlanSpace:
         num_passes = self.num_microbatches(c) * c.stages_per_rank
         return self.choices.exact(c.degrees, c.microbatch_size, stage, c.pipeline_parallel, num_passes)
 
-    def actions(self, configuration: Configuration) -> ActionArrays:
+    def actions(self, configuration: Configuration, shape: ScheduleShape) -> ActionArrays:
         """Returns the actions, with R, OFFLOAD and RELOAD; a named schedule's backwards are split as in a Pipeline."""
         c, replays = configuration, configuration.recompute in REPLAYED
         if c.schedule == AUTO:
             return with_savings(self.found[c].plan.schedule, replays, c.offload)
-        return cached_schedule(self.shape(c), replays, c.offload)
+        return cached_schedule(shape, replays, c.offload)
 
     def _find_slowest(self, cut: PlacedPartition) -> Stage:
         length = min(self.seq_len, self.longest)

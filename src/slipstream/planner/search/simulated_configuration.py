@@ -5,36 +5,87 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
+from math import prod
 
 import numpy as np
 
 from slipstream.array_types import Floats
 from slipstream.cost import BY_LAYER, EXCHANGES, StageParts, head_part_memory, memory_table, partition_of
 from slipstream.planner.plans import AUTO, Configuration, Prediction
-from slipstream.planner.search.bounds import MemoryBound, PlacedPartition, StageTimes
+from slipstream.planner.search.bounds import MemoryBound, PlacedPartition, ScheduleShape, StageTimes
 from slipstream.planner.search.plan_space import PlanSpace
-from slipstream.schedule import Op, Schedule
+from slipstream.schedule import SCHEDULES, Op, Schedule
 from slipstream.schedule.action import OPS
 from slipstream.schedule.action_arrays import ActionArrays
 from slipstream.simulator import MemoryKind, MemoryTable, RankMemory, TableCost
 from slipstream.simulator.memory_account import OrderBytes, order_bytes
 from slipstream.simulator.simulation import end_times
 
+_LONG = 4000  # slices of stages, in a step that isn't simulated whole
+_GROUPS = 12  # of microbatches that are simulated of it: with fewer, copies to the host haven't piled up yet
+_STEADY = 1e-3  # by which share two groups of such a step may differ
+
 
 @dataclass(frozen=True)
 class SimulatedConfiguration:
-    """A configuration with its partition, slices and schedule, and its actions' costs."""
+    """A configuration with its partition, slices and schedule, and its actions' costs.
+
+    Once a pipeline is full, each group of microbatches takes as long as the one before, and nothing more is held. So a
+    long step may be told from its first groups and its last: `arrays` have those, and `num_more` microbatches follow.
+    """
 
     space: PlanSpace
     configuration: Configuration
     cut: PlacedPartition
     times: StageTimes
     arrays: ActionArrays
+    num_more: int = 0
 
     @classmethod
     def of(cls, space: PlanSpace, configuration: Configuration) -> SimulatedConfiguration:
-        c, cut, times = configuration, space.cut(configuration), space.times(configuration)
-        return cls(space, c, cut, times, space.actions(c))
+        """Returns the configuration with all actions of a step."""
+        return cls._of(space, configuration, space.shape(configuration))
+
+    @classmethod
+    def told(cls, space: PlanSpace, configuration: Configuration) -> SimulatedConfiguration:
+        """Returns the configuration with few groups of a long step, where they tell the whole one."""
+        c, shape = configuration, space.shape(configuration)
+        few = shape.with_groups(_GROUPS)
+        is_long = prod(shape.counts) > _LONG and shape.num_microbatches > 2 * few.num_microbatches
+        if not is_long or c.schedule == AUTO or SCHEDULES[c.schedule].holds_all:
+            return cls.of(space, c)
+        candidate = cls._of(space, c, few)
+        return candidate if candidate._is_steady else cls.of(space, c)
+
+    @classmethod
+    def _of(cls, space: PlanSpace, configuration: Configuration, shape: ScheduleShape) -> SimulatedConfiguration:
+        c, num_more = configuration, space.num_microbatches(configuration) - shape.num_microbatches
+        return cls(space, c, space.cut(c), space.times(c), space.actions(c, shape), num_more)
+
+    @property
+    def _is_steady(self) -> bool:
+        before, after = self._group_seconds(self.run[0])
+        return abs(after - before) <= _STEADY * after
+
+    def _group_seconds(self, ends: Floats) -> tuple[float, float]:
+        """Returns from when one of the middle groups has gone back through all stages to when the next has, twice."""
+        arrays, first = self.arrays, self.cut.num_frozen
+        back = (arrays.stage == first) & arrays.is_one_of(Op.B, Op.I)
+        done = np.zeros(self.schedule.num_microbatches)
+        np.maximum.at(done, arrays.microbatch[back], ends[back])
+        last = done[:: -(len(done) // _GROUPS)][::-1]
+        return float(last[-4] - last[-5]), float(last[-3] - last[-4])
+
+    def _later(self, ends: Floats) -> float:
+        """Returns how much later the whole step ends: no rank takes less than its work, and its copies."""
+        if not self.num_more:
+            return 0.0
+        work, group = [self.run[1]], self.schedule.num_microbatches / _GROUPS
+        if self.cost.copies:
+            copies = self.arrays.is_one_of(Op.OFFLOAD, Op.RELOAD)
+            work.append(copies * self.arrays.each(self.cost.copy_seconds))
+        busiest = max(np.bincount(self.arrays.rank, each).max() for each in work) / self.schedule.num_microbatches
+        return self.num_more * max(self._group_seconds(ends)[1] / group, float(busiest))
 
     @cached_property
     def cost(self) -> TableCost:
@@ -100,8 +151,8 @@ class SimulatedConfiguration:
     def step(self) -> tuple[float, dict[str, float]]:
         """Returns the seconds of the step, optimizer included, and where they go on the rank that ends last."""
         _, gathered, optimizer = self.space.tails(self.configuration)
-        ends = self.run[0][self.arrays.firsts[1:] - 1]
-        gradients = self._reduced() - ends
+        last = self.run[0][self.arrays.firsts[1:] - 1]
+        ends, gradients = last + self._later(self.run[0]), self._reduced() - last
         total = ends + gradients + gathered + optimizer
         rank = int(np.argmax(total))
         causes = self._causes(rank, float(ends[rank]))
@@ -131,6 +182,7 @@ class SimulatedConfiguration:
         arrays = self.arrays
         here = slice(*arrays.firsts[rank : rank + 2])
         op, stage, index, seconds = arrays.op[here], arrays.stage[here], arrays.slice[here], self.run[1][here]
+        every = 1 + self.num_more / self.schedule.num_microbatches  # microbatch of the step, for each of those here
         recomputed = float(seconds[op == OPS.index(Op.R)].sum())
         again = np.zeros_like(self.times.compute[Op.F]) + self.times.within_backwards(self.configuration.recompute)
         backward = (op == OPS.index(Op.B)) | (op == OPS.index(Op.I))
@@ -139,12 +191,13 @@ class SimulatedConfiguration:
         for forward_op, like in ((Op.F, Op.F), (Op.B, Op.I), (Op.I, Op.I)):
             chosen = op == OPS.index(forward_op)
             exchanged += self.times.exchanged[like][:, stage[chosen], index[chosen]].sum(axis=1)
-        work = float(seconds.sum()) - recomputed
+        recomputed, exchanged = every * recomputed, every * exchanged
+        work = every * float(seconds.sum()) - recomputed
         causes = {"compute": work - float(exchanged.sum())} | dict(zip(EXCHANGES, exchanged.tolist(), strict=True))
         copied = 0.0
         if self.cost.copies:
             ends, _ = end_times(arrays, replace(self.cost, copies={}))
-            copied = end - float(ends[arrays.firsts[rank + 1] - 1])
+            copied = end - float(ends[arrays.firsts[rank + 1] - 1]) - self._later(ends)
         return causes | {"recomputation": recomputed, "offload": copied, "waiting": end - work - recomputed - copied}
 
 
@@ -172,17 +225,18 @@ def predict(candidate: SimulatedConfiguration) -> Prediction:
     space, c, schedule = candidate.space, candidate.configuration, candidate.schedule
     step, causes = candidate.step()
     ends, seconds = candidate.run
+    end, every = ends.max() + candidate._later(ends), 1 + candidate.num_more / schedule.num_microbatches
     peak = space.source.peak_seconds(space.global_batch, space.seq_len)
     return Prediction(
         configuration=c,
         partition=partition_of(candidate.cut.bounds, space.source.units_per_layer),
         placement=candidate.cut.placement,
         slices=candidate.times.slices,
-        num_microbatches=schedule.num_microbatches,
+        num_microbatches=space.num_microbatches(c),
         step_seconds=step,
         tokens_per_second=space.global_batch * space.seq_len / step,
         mfu=None if peak is None else peak / (step * c.num_devices),
-        idle_fraction=max(0.0, float(1 - seconds.sum() / (schedule.num_ranks * ends.max()))),
+        idle_fraction=max(0.0, float(1 - every * seconds.sum() / (schedule.num_ranks * end))),
         seconds_by_cause=causes,
         memory=tuple(_by_kind(rank_memory) for rank_memory in candidate.bytes.memory()),
         memory_limit=space.memory,
