@@ -68,8 +68,8 @@ CONTEXT = {"heads, llama, tied", "keys, documents, gpt_oss", "apart", "exchanged
 CONTEXT |= {"pp2 cp2, heads, gpt_oss"}
 # `make test-more` has each of these with the other exchange.
 OTHER_EXCHANGE = {f"{kind}, {title}" for kind, (title, *_) in zip(cycle(context.KINDS), context.PER_KIND, strict=False)}
-# Others have what these have: split backwards, sharded states, sequences, experts.
-OF_FOUR = {"zb-h1", "sharded optimizer", "sequences", "qwen3_moe"}
+# Others have what these have: a plan, split backwards, sharded states, sequences, experts.
+OF_FOUR = {"auto", "zb-h1", "sharded optimizer", "sequences", "qwen3_moe"}
 CASES = [
     *cases(mesh, 4, mesh.CASES, grid=MESH),
     *cases(token_parts, 2),
@@ -143,8 +143,8 @@ def test_a_rank_that_is_killed_in_the_self_check_says_nothing_about_the_model(tm
     assert (tmp_path / "said").read_text().startswith("rank 0 waited in an all-reduce for rank 1, which has ended")
 
 
-# Some of the six models of parallel/exactness.py on each mesh: `make test-more` has the first one, `make exactness` all
-# models on every mesh of up to eight processes.
+# Some of the six models of parallel/exactness.py on each mesh: `make test-more` has one without stages, as meshes of
+# parallel/mesh.py have them, `make exactness` all models on every mesh of up to eight processes.
 MODELS = {
     (2, 2, 1): ("llama, tied", "mixtral"),
     (2, 1, 2): ("qwen3", "llama, adapted", "mixtral"),
@@ -164,7 +164,7 @@ def steps_of(num_processes: int, *arguments: str) -> list[dict[str, Any]]:
         pytest.param(
             axes,
             model,
-            marks=pytest.mark.grid if number else pytest.mark.more,
+            marks=pytest.mark.grid if number or axes[0] > 1 else pytest.mark.more,
             id="pp{} dp{} tp{}, {}".format(*axes, model),
         )
         for axes, models in MODELS.items()

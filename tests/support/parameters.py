@@ -13,19 +13,17 @@ from _pytest.mark import ParameterSet
 def each_once(rows: Iterable[Any], columns: Iterable[Any], count: int | None = None) -> list[ParameterSet]:
     """Every combination of a row and a column; `make test` runs each row and each column at least once.
 
-    A row or column of several parameters is a tuple. `make test-more` runs each in another combination, and
-    `make exactness` the others. With a `count`, `make test` runs the first ones alone and `make test-more` each other
-    row and column once.
+    A row or column of several parameters is a tuple. With a `count`, `make test` runs the first ones alone and `make
+    test-more` each other row and column once. `make exactness` runs the other combinations.
     """
     rows, columns = list(rows), list(columns)
     places = list(product(range(len(rows)), range(len(columns))))
     once = [(i, j) for i, j in places if i % len(columns) == j % len(rows)]
-    again = [(i, j) for i, j in places if (i + 1) % len(columns) == j % len(rows)] if count is None else once[count:]
     return [
         pytest.param(
             *_values(rows[i]),
             *_values(columns[j]),
-            marks=[] if (i, j) in once[:count] else [pytest.mark.more if (i, j) in again else pytest.mark.grid],
+            marks=[] if (i, j) in once[:count] else [pytest.mark.more if (i, j) in once else pytest.mark.grid],
         )
         for i, j in places
     ]
