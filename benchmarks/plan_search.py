@@ -4,7 +4,7 @@
     python -m benchmarks.plan_search --joint          # the joint search alone: results/joint_search.json
     python -m benchmarks.plan_search --steps          # a step's plan, with memory limits: results/step_search.json
     python -m benchmarks.plan_search --lengths        # large models, long sequences: results/plan_lengths.json
-    python -m benchmarks.plan_search --lengths "Qwen3-30B-A3B 131072 8"   # some of these cases, without a record
+    python -m benchmarks.plan_search --lengths "Qwen3-30B-A3B 131072 8"   # some cases; a later run does the rest
 
 On one core; all but whole plans by their process's time, which other programs lengthen little.
 Calculon (Isaev et al., SC 2023) reports 148 configurations a second, each computed in closed form.
@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from transformers import AutoConfig, LlamaConfig
 
-from benchmarks.harness import few, restart_in_environment, setting, write
+from benchmarks.harness import few, is_trial, record, restart_in_environment, setting, write
 from benchmarks.joint_problems import RandomUnits, joint_problems
 from slipstream import Memory, Pipeline, Runtime
 from slipstream.cost import AnalyticSource, load_cluster
@@ -209,16 +209,16 @@ def import_compiled() -> None:
 def lengths(cases: Sequence[str]) -> None:
     """Each in a process of its own, so that its memory is that of one search."""
     every = few([*map(" ".join, product(LONG, map(str, LENGTHS), map(str, DEVICES)))])
-    rows = []
     for case in cases or every:
+        rows = [] if is_trial() else (record("plan_lengths") or {}).get("rows", [])
         name, seq_len, num_devices = case.split()
+        if [name, int(seq_len), int(num_devices)] in [[row["model"], row["tokens"], row["devices"]] for row in rows]:
+            continue
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
             row = process.submit(measure_length, name, int(seq_len), int(num_devices)).result()
-        rows.append(row)
         found = row.get("refused") or f"a step of {row['step seconds']:.4g} s, {row['best']}"
         print(f"{case}: {row['seconds']:.0f} s, {row['bytes'] / 1e9:.2f} GB; {found}", flush=True)
-    if not cases:
-        print(f"wrote {write('plan_lengths', {'setting': setting(), 'rows': rows})}")
+        write("plan_lengths", {"setting": setting(), "rows": [*rows, row]})
 
 
 def whole_plans() -> None:
