@@ -401,12 +401,14 @@ class MemoryBound:
     gradients: Floats  # per stage
     offloads: bool  # whether activations may be on the host until their backward; those that I keeps for W never are
 
-    def peaks(self, shape: ScheduleShape) -> Floats:
+    def peaks(self, shape: ScheduleShape, until: Op = Op.W) -> Floats:
         """Returns a lower bound of each rank's bytes at its peak, from the first few microbatches: more are held only
-        where a rank has the forwards of all before its first backward, and all of them between the two."""
+        where a rank has the forwards of all before its first backward, and all of them between the two.
+
+        What F keeps is there until B, or this half of it."""
         few = shape.with_groups(_FILLED)
         actions = cached_schedule(few)
-        stage, (opens, _, closes), last = actions.stage, actions.context_marks, actions.is_one_of(Op.B, Op.W)
+        stage, (opens, _, closes), last = actions.stage, actions.context_marks, actions.is_one_of(Op.B, until)
         whole, kept_bytes = self.whole[stage, actions.slice], self.kept[stage, actions.slice]
         if self.offloads:
             before, after = np.where(actions.is_one_of(Op.I), whole, 0), np.where(actions.is_one_of(Op.W), whole, 0)
@@ -431,4 +433,4 @@ class MemoryBound:
         soon.
         """
         kept_bound = MemoryBound(self.kept, self.kept, 0 * self.context, 0 * self.gradients, offloads=False)
-        return float(kept_bound.peaks(shape).max() - _NOT_AWAY * self.kept.max())
+        return float(kept_bound.peaks(shape, until=Op.I).max() - _NOT_AWAY * self.kept.max())
