@@ -227,6 +227,7 @@ def test_a_step_waits_for_copies_that_the_devices_of_a_node_make_together() -> N
 
 @examples(60)
 @given(choice=st.integers(0, 10**9), spare=st.sampled_from((1e-9, 1e-2)), number=st.integers(0, 1))
+@example(choice=20921, spare=1e-9, number=1)  # whose slices are back on the device long before their W
 def test_the_quick_test_of_memory_fails_nothing_that_fits(choice: int, spare: float, number: int) -> None:
     """Not even where device and host have just the memory that the configuration takes without messages."""
     space, found = bounds(number)
@@ -362,7 +363,7 @@ def test_exact_slicings_are_of_pipelines_and_differ_from_the_others() -> None:
 def test_one_kind_of_slicing_may_be_all_that_is_allowed() -> None:
     options = PlanOptions(slicing=("exact",))
     assert {c.slicing for _, _, c in PlanSpace(source(), SEQ_LEN, 8, options).bounded()} == {"exact"}
-    with pytest.raises(SlipstreamError, match="pipeline_parallel=1 fits nothing.*Choose from 2, 4"):
+    with pytest.raises(SlipstreamError, match=r"pipeline_parallel=1 fits nothing.*Choose from 2, 4"):
         search_plans(source(), SEQ_LEN, 8, options=replace(options, pipeline_parallel=(1,)))
     with pytest.raises(SlipstreamError, match="nothing fits"):
         search_plans(source(), SEQ_LEN, 8, options=replace(options, memory_limit=1e6))
@@ -522,7 +523,8 @@ def test_a_long_step_is_told_from_its_first_and_last_microbatches(schedule: str)
         assert told.peaks() == pytest.approx(whole.peaks(), rel=1e-6)
         assert told.host_peak() == pytest.approx(whole.host_peak(), rel=1e-6)
         first, second = predict(told), predict(whole)
-        assert (first.num_microbatches, first.peak_memory) == (400 // stages, pytest.approx(second.peak_memory, rel=1e-6))
+        assert first.num_microbatches == 400 // stages
+        assert first.peak_memory == pytest.approx(second.peak_memory, rel=1e-6)
         assert first.idle_fraction == pytest.approx(second.idle_fraction, abs=1e-3)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise, product
@@ -90,6 +92,22 @@ def _make_schedule(shape: ScheduleShape, recompute: bool = False, offload: float
 
 # Its arrays take up to a kilobyte for each slice of a stage.
 cached_schedule = NewestResults(200_000, _make_schedule)
+
+
+@contextmanager
+def working_memory() -> Iterator[None]:
+    """Turns garbage collection off for the time of a search, and empties the search's caches at its end.
+
+    It makes many small objects, none of them in a cycle.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        cached_schedule.clear()
+        if was_enabled:
+            gc.enable()
 
 
 def with_savings(schedule: Schedule, recompute: bool, offload: float) -> ActionArrays:

@@ -41,7 +41,7 @@ class PlanOptions:
     context_exchange: tuple[str, ...] | None = None
     vocabulary: tuple[str, ...] | None = None
     memory_limit: float | None = None  # bytes that may be used of a device; None: 95%
-    num_simulated: int = 50  # configurations that are simulated, at most
+    num_simulated: int = 200  # configurations that are simulated, at most
     num_best: int = 5  # configurations that are reported
 
     def allows(self, choice: str, value: object) -> bool:

@@ -9,13 +9,11 @@ simulated, and their memory counted in full, like any other configuration.
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from heapq import nsmallest
+from heapq import heappop, heappush, nsmallest
 from itertools import islice, product
 from math import ceil, inf, prod
 from operator import itemgetter
@@ -32,48 +30,24 @@ from slipstream.planner.joint import (
 )
 from slipstream.planner.plans import AUTO, Alternative, Configuration, Mesh, Plan, Prediction
 from slipstream.planner.report import configuration_text
-from slipstream.planner.search.bounds import PlacedPartition, cached_schedule
+from slipstream.planner.search.bounds import PlacedPartition, working_memory
 from slipstream.planner.search.frontier import Frontier, ProgressReport
 from slipstream.planner.search.plan_options import PlanOptions
 from slipstream.planner.search.plan_space import FoundPlan, PlanSpace
-from slipstream.planner.search.simulated_configuration import SimulatedConfiguration, may_fit, predict
+from slipstream.planner.search.simulated_configuration import SimulatedConfiguration, cheaper, may_fit, predict
 from slipstream.schedule import Schedule, split_backwards
 from slipstream.simulator import simulate
 from slipstream.timeline import Timeline
 from slipstream.units import bytes_text, plural
 
-# Kinds of recomputation by how little they hold, each with those that are never slower.
-_SAVINGS = {
-    "none": ("none",),
-    "selective": ("none", "selective"),
-    "full": ("none", "selective", "full"),
-    "stage": ("none", "selective", "stage"),
-    "stage+full": ("none", "selective", "full", "stage", "stage+full"),
-}
 _MOST_SCHEDULED_EACH = 2  # configurations whose schedule is made, for each that may be simulated
-_MOST_UNITS = 500_000  # slices of stages in all schedules that are made: about half a minute
+_MOST_UNITS = 1_000_000  # slices of stages in all schedules that are made: about half a minute
 _MOST_WHOLE = 200_000  # slices of stages of a long step that is simulated whole, as it is the shortest
 # configurations with another choice that are tested quickly, and whose schedule is made
 _MOST_TRIED, _MOST_SCHEDULED = 150, 8
 
 
-@contextmanager
-def _working_memory() -> Iterator[None]:
-    """Turns garbage collection off for the time of a search, and empties the search's caches at its end.
-
-    It makes many small objects, none of them in a cycle.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        cached_schedule.clear()
-        if was_enabled:
-            gc.enable()
-
-
-@_working_memory()
+@working_memory()
 def search_plans(
     source: CostSource,
     seq_len: int,
@@ -172,7 +146,9 @@ class _PlanSearch:
     num_simulated: int = 0
     num_scheduled: int = 0  # configurations whose schedule was made
     num_units: int = 0  # slices of stages in these schedules
-    reached: int = 0  # how many of the frontier have been dealt with
+    reached: int = 0  # how many of the frontier have been dealt with, or postponed
+    over_bound: dict[_Kind, float] = field(default_factory=dict)  # least step of each kind, over its bound
+    postponed: list[tuple[float, int, float, Configuration]] = field(default_factory=list)  # by what they may take
     known: dict[Configuration, Prediction] = field(default_factory=dict)
 
     def settle(self) -> tuple[list[Prediction], list[Alternative]]:
@@ -204,12 +180,28 @@ class _PlanSearch:
         return True
 
     def simulate_promising(self) -> None:
-        """Simulates in the order of the bounds until the next configuration can't be among the best."""
+        """Simulates in the order of the bounds until the next configuration can't be among the best.
+
+        Those whose like took so much longer than their bounds that they would not be among the best come last.
+        """
         for bound, configuration in self.frontier.starting(self.reached):
             if (self._is_limited and self.seconds) or bound >= self._worst_reported():
-                return
-            self.simulate(configuration)
+                break
             self.reached += 1
+            expected = bound * self.over_bound.get(_kind(configuration), 1.0)
+            if expected < self._worst_reported():
+                self._simulate_bounded(bound, configuration)
+            else:
+                heappush(self.postponed, (expected, self.reached, bound, configuration))
+        while self.postponed and not self._is_limited:
+            *_, bound, configuration = heappop(self.postponed)
+            if bound < self._worst_reported():
+                self._simulate_bounded(bound, configuration)
+
+    def _simulate_bounded(self, bound: float, configuration: Configuration) -> None:
+        if (seconds := self.simulate(configuration)) is not None and bound > 0:
+            kind = _kind(configuration)
+            self.over_bound[kind] = min(seconds / bound, self.over_bound.get(kind, inf))
 
     def search_jointly(self) -> None:
         """Adds the joint search's plans on the best meshes, where they fit."""
@@ -249,7 +241,7 @@ class _PlanSearch:
         """Returns the step's seconds; None where it doesn't fit, or where another one fits that is never slower."""
         if configuration in self.seconds:
             return self.seconds[configuration]
-        if configuration in self.too_large or any(other in self.seconds for other in _cheaper(configuration)):
+        if configuration in self.too_large or any(other in self.seconds for other in cheaper(configuration)):
             return None
         if not may_fit(self.space, configuration) or not (candidate := self._schedule(configuration)).fits():
             self.too_large.add(configuration)
@@ -289,7 +281,8 @@ class _PlanSearch:
         """Returns by which share of the best step the most promising configuration left could be faster, at most."""
         starting = self.frontier.starting(self.reached)
         left = (b for b, c in starting if c not in self.seconds and c not in self.too_large)
-        return max(0.0, 1 - next(left, best.step_seconds) / best.step_seconds)
+        least = min([next(left, inf), *(bound for *_, bound, _ in self.postponed)])
+        return max(0.0, 1 - least / best.step_seconds)
 
     def alternatives(self, best: Prediction) -> Iterator[Alternative]:
         """Yields for each choice the best configuration with another value of it; other choices may differ as well."""
@@ -310,13 +303,13 @@ class _PlanSearch:
         return min(found, key=self.seconds.__getitem__, default=None)
 
 
-def _cheaper(configuration: Configuration) -> Iterator[Configuration]:
-    """Yields the configuration with less saving of memory at the cost of time."""
-    shards = {configuration.shard, "optimizer"}
-    for recompute, offload, shard in product(_SAVINGS[configuration.recompute], {0.0, configuration.offload}, shards):
-        other = replace(configuration, recompute=recompute, offload=offload, shard=shard)
-        if other != configuration:
-            yield other
+_Kind = tuple[Mesh, str, int, bool]
+
+
+def _kind(configuration: Configuration) -> _Kind:
+    """Returns what decides how close a bound is: the mesh, the order, and whether copies to the host take time too."""
+    c = configuration
+    return Mesh.of(c), c.schedule, c.stages_per_rank, c.offload > 0
 
 
 def _nothing_divides(space: PlanSpace) -> SlipstreamError:

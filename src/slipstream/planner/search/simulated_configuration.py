@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -199,6 +200,25 @@ class SimulatedConfiguration:
             ends, _ = end_times(arrays, replace(self.cost, copies={}))
             copied = end - float(ends[arrays.firsts[rank + 1] - 1]) - self._later(ends)
         return causes | {"recomputation": recomputed, "offload": copied, "waiting": end - work - recomputed - copied}
+
+
+# Kinds of recomputation by how little they hold, each with those that are never slower.
+_SAVINGS = {
+    "none": ("none",),
+    "selective": ("none", "selective"),
+    "full": ("none", "selective", "full"),
+    "stage": ("none", "selective", "stage"),
+    "stage+full": ("none", "selective", "full", "stage", "stage+full"),
+}
+
+
+def cheaper(configuration: Configuration) -> Iterator[Configuration]:
+    """Yields the configuration with less saving of memory at the cost of time."""
+    shards = {configuration.shard, "optimizer"}
+    for recompute, offload, shard in product(_SAVINGS[configuration.recompute], {0.0, configuration.offload}, shards):
+        other = replace(configuration, recompute=recompute, offload=offload, shard=shard)
+        if other != configuration:
+            yield other
 
 
 def may_fit(space: PlanSpace, configuration: Configuration) -> bool:
