@@ -268,6 +268,13 @@ def test_every_rank_has_a_stage_in_every_placement(num_ranks: int) -> None:
         assert len(placement) <= 10
 
 
+def test_the_bound_of_a_lone_microbatch_is_its_way_through_all_stages() -> None:
+    placement, seconds = (0, 1, 0, 1), {op: np.array([[1.0], [2.0], [3.0], [4.0]]) for op in OPS}
+    # On rank 1 the last stage waits for the forwards of all others, though the rank has less work than that.
+    done, sent = rank_bounds(seconds, np.array(placement), [0], np.zeros(1), split=False)
+    assert done.max() < sent.max() == 2 * (1 + 2 + 3 + 4)
+
+
 @examples(30)
 @given(
     st.sampled_from([(0, 1), (0, 1, 0), (0, 1, 0, 1), (0, 1, 1, 0), (0, 1, 2)]),
@@ -287,7 +294,7 @@ def test_bounds_and_quick_orders_enclose_the_best_order(
     table = units.table(bounds)
     found = find_order(placement, microbatches, len(slices), table, effort=2e5)
     seconds = {op: units.stage_seconds(op, bounds) for op in OPS}
-    least = rank_bounds(seconds, np.array(placement), [0], units.message_seconds, microbatches).max()
+    least = np.max(rank_bounds(seconds, np.array(placement), [0], units.message_seconds, microbatches))
     quick = min(QuickOrder(placement, microbatches, len(slices), True).seconds(units, bounds).values())
     best = simulate(found, table).makespan
     assert least <= best * (1 + 1e-9)

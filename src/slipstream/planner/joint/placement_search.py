@@ -282,10 +282,10 @@ class PlacementSearch:
         return None if self.memory is None else self.memory.room(candidate, self.units(candidate.slices))
 
     def _rank_bounds(self, slices: tuple[int, ...], cuts: Sequence[tuple[int, ...]]) -> list[tuple[float, float]]:
-        """Returns the largest bound of a rank, and the sum of their squares, which tells even ranks from uneven ones,
-        of each cut."""
+        """Returns the largest bound of a rank with all of its stages, and the sum of their squares, which tells even
+        ranks from uneven ones, of each cut."""
         units, bounds = self.units(slices), np.array(cuts, np.int64)
-        table = rank_bounds(
+        done, sent = rank_bounds(
             {op: units.stage_seconds(op, bounds) for op in OPS},
             self.ranks,
             [0],
@@ -293,6 +293,7 @@ class PlacementSearch:
             self.problem.num_microbatches,
             (bounds[:, 1:] <= self.problem.costs.num_frozen_units).sum(axis=1),
         )
+        table = np.maximum(done, sent)[:, np.unique(self.ranks, return_index=True)[1]]
         return [*zip(table.max(axis=1).tolist(), (table**2).sum(axis=1).tolist(), strict=True)]
 
     def rough_bound(self, candidate: Candidate) -> float:

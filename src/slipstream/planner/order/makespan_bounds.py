@@ -60,11 +60,13 @@ def rank_bounds(
     num_microbatches: int = 1,
     num_frozen: int | Ints = 0,
     split: bool = True,
-) -> Floats:
-    """Returns, (..., ranks), seconds that no order of the actions beats, in a fraction of `makespan_bound`'s time.
+) -> tuple[Floats, Floats]:
+    """Returns, (..., stages) each, seconds that no order of the actions beats, in a fraction of `makespan_bound`'s
+    time: until a rank has done the work of a stage and of its stages after that one, and until their last input
+    gradient has travelled through the stages before.
 
-    A rank begins once the first slice of some microbatch has reached it, does all its work, and its last input gradient
-    has yet to travel through the stages before, while weight gradients may follow at the very end.
+    They begin once the first slice of some microbatch has reached the stage, and weight gradients may follow at the
+    very end. With few slices under way, a rank's last stages wait longer for the first one than the rank has work.
 
     Args:
         seconds: of F, B, I and W, (..., stages, slices).
@@ -77,17 +79,15 @@ def rank_bounds(
     """
     forward, whole, inputs, weights = (seconds[op] for op in (Op.F, Op.B, Op.I, Op.W))
     back, both = (np.minimum(whole, inputs), np.minimum(whole, inputs + weights)) if split else (whole, whole)
-    ranks_here, first_stages = np.unique(ranks, return_index=True)
-    of_rank = (ranks[:, None] == ranks_here).astype(float)
+    places = np.arange(len(ranks))
+    onwards = ((ranks[:, None] == ranks) & (places[:, None] >= places)).astype(float)
     link = link_seconds[firsts] * (np.diff(ranks, prepend=ranks[0]) != 0)[:, None]
     ahead, behind = forward[..., firsts], back[..., firsts]
-    sent = link * (np.arange(len(ranks)) > np.expand_dims(num_frozen, -1))[..., None]
-    head = (np.cumsum(ahead + link, axis=-2) - ahead).min(axis=-1)[..., first_stages]
-    tail = (np.cumsum(behind + sent, axis=-2) - behind).min(axis=-1)[..., first_stages]
-    until_sent = num_microbatches * (forward + back).sum(axis=-1) @ of_rank + tail
-    work = num_microbatches * (forward + both).sum(axis=-1) @ of_rank
-    bounds: Floats = head + np.maximum(work, until_sent)
-    return bounds
+    back_link = link * (places > np.expand_dims(num_frozen, -1))[..., None]
+    head = (np.cumsum(ahead + link, axis=-2) - ahead).min(axis=-1)
+    tail = (np.cumsum(behind + back_link, axis=-2) - behind).min(axis=-1)
+    work, until_sent = (num_microbatches * (forward + each).sum(axis=-1) @ onwards for each in (both, back))
+    return head + work, head + until_sent + tail
 
 
 class _Paths(NamedTuple):

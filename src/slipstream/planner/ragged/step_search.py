@@ -76,7 +76,7 @@ def lower_bound(problem: StepProblem, step: SlicedStep) -> float:
     bounds = rank_bounds(
         step.seconds, problem.ranks, step.firsts, step.links[0], num_frozen=frozen, split=problem.may_split
     )
-    return float(bounds.max())
+    return float(np.max(bounds))
 
 
 @dataclass(frozen=True, eq=False)

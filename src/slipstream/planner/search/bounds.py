@@ -258,14 +258,16 @@ class GroupBounds:
     def least_seconds(self, tails: Floats) -> Floats:
         """Returns lower bounds of the step, (slicing, saving), where each rank's last action is followed by its tail.
 
-        It is the longest of the ranks' times: the time before their first stage's first forward, their work, the time
-        after their first stage's last backward, and the optimizer; or the copies to the host and back, if longer. Where
-        a backward is split, the time after it overlaps with late weight gradients: the larger counts.
+        It is the longest of the ranks' times: the time before a stage's first forward, the work on it and on the rank's
+        stages after it, the time after its last backward, in which weight gradients may be late, and the optimizer; or
+        the copies to the host and back, if longer. The last backward's gradient ends on another rank, with its tail.
 
         Args:
             tails: seconds, (kind of sharding, rank).
         """
-        ends = (self._last_action_ends[:, None] + tails[:, None]).max(axis=-1)
+        done, sent = (each[:, None] for each in self._last_action_ends)
+        own, least = tails[:, None, list(self.cut.placement)], tails.min(axis=-1)[:, None, None]
+        ends = np.maximum(done + own, sent + least).max(axis=-1)
         return self._by_slicing(np.maximum(ends[:, None], self._copy_seconds[:, :, None]))
 
     def _by_slicing(self, bounds: Floats) -> Floats:
@@ -277,14 +279,15 @@ class GroupBounds:
         return np.array([what in BY_LAYER for what in self.savings.recompute])
 
     @cached_property
-    def _last_action_ends(self) -> Floats:
-        """The earliest end of each rank's last action, (recomputation, slicing, rank).
+    def _last_action_ends(self) -> tuple[Floats, Floats]:
+        """The earliest end of a rank's work on a stage and those after it, and of the way of its last gradient through
+        the stages before, (recomputation, slicing, stage) each.
 
         The last slice of a microbatch isn't recomputed where its backward directly follows its forward, but then the
         rank waits in between for the stages after: the shorter of the two counts.
         """
-        times, cut, kinds, num_microbatches = self.times, self.cut, self.savings.recompute, self.num_microbatches
-        forward = np.broadcast_to(times.compute[Op.F], (len(kinds), *times.compute[Op.F].shape))
+        times, cut, kinds = self.times, self.cut, self.savings.recompute
+        forward = np.repeat(times.compute[Op.F][None], len(kinds), axis=0)
         again, replay = np.zeros(forward.shape), np.zeros(forward.shape)
         for index, what in enumerate(kinds):
             again[index] = times.within_backwards(what)
@@ -292,13 +295,14 @@ class GroupBounds:
         split = (self.splits_all | (cut.sends_back & ~self._by_layer[:, None]))[:, None, :, None]
         back = np.where(split, times.compute[Op.I], times.compute[Op.B]) + again
         weights = np.where(split, times.compute[Op.W], 0.0)
-        computed = {Op.F: forward, Op.B: back + weights, Op.I: back, Op.W: weights}
-        of_slices = {op: by_slice[..., :2] for op, by_slice in computed.items()}
-        ends = rank_bounds(of_slices, np.array(cut.placement), [0], np.zeros(2), num_microbatches)
         around = (forward + back)[..., ::-1, 2]
         waits = (np.cumsum(around, axis=-1) - around)[..., ::-1]
         first, others, last = np.moveaxis(replay, -1, 0)
-        return ends + num_microbatches * cut.per_rank(first + others - last + np.minimum(last, waits))
+        # Between a stage's first forward and its last backward, like the work of its other slices.
+        forward[..., 1] += first + others - last + np.minimum(last, waits)
+        computed = {Op.F: forward, Op.B: back + weights, Op.I: back, Op.W: weights}
+        of_slices = {op: by_slice[..., :2] for op, by_slice in computed.items()}
+        return rank_bounds(of_slices, np.array(cut.placement), [0], np.zeros(2), self.num_microbatches)
 
     @cached_property
     def _copy_seconds(self) -> Floats:
