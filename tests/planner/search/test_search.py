@@ -509,20 +509,22 @@ def test_a_few_microbatches_tell_nearly_what_many_hold(offloads: bool, monkeypat
 
 
 @pytest.mark.parametrize("schedule", [name for name, kind in SCHEDULES.items() if not kind.holds_all])
-def test_a_long_step_is_told_from_its_first_and_last_microbatches(schedule: str) -> None:
+def test_a_long_step_is_extrapolated_from_its_first_and_last_microbatches(schedule: str) -> None:
     """Its time, causes and memory; without copies that take longer than the work they are as of the whole step."""
     stages = SCHEDULES[schedule].stages_per_rank[:2][-1]
     space = PlanSpace(source(), SEQ_LEN, 800 // stages, PlanOptions())
     for recompute, offload in (("none", 0.0), ("none", 1.0), ("stage", 0.0), ("full", 1.0)):
         configuration = Configuration(1, 3, 2, stages, schedule, 1, 4, recompute, offload, "optimizer")
-        told, whole = (kind(space, configuration) for kind in (SimulatedConfiguration.told, SimulatedConfiguration.of))
-        assert 3 * len(told.arrays.op) < len(whole.arrays.op)
-        assert told.step()[0] == pytest.approx(whole.step()[0], rel=1e-3)
-        assert sum(told.step()[1].values()) == pytest.approx(told.step()[0])
-        assert told.step()[1] == pytest.approx(whole.step()[1], abs=2e-3 * whole.step()[0])
-        assert told.peaks() == pytest.approx(whole.peaks(), rel=1e-6)
-        assert told.host_peak() == pytest.approx(whole.host_peak(), rel=1e-6)
-        first, second = predict(told), predict(whole)
+        few, whole = (
+            kind(space, configuration) for kind in (SimulatedConfiguration.extrapolated, SimulatedConfiguration.of)
+        )
+        assert 3 * len(few.arrays.op) < len(whole.arrays.op)
+        assert few.step()[0] == pytest.approx(whole.step()[0], rel=1e-3)
+        assert sum(few.step()[1].values()) == pytest.approx(few.step()[0])
+        assert few.step()[1] == pytest.approx(whole.step()[1], abs=2e-3 * whole.step()[0])
+        assert few.peaks() == pytest.approx(whole.peaks(), rel=1e-6)
+        assert few.host_peak() == pytest.approx(whole.host_peak(), rel=1e-6)
+        first, second = predict(few), predict(whole)
         assert first.num_microbatches == 400 // stages
         assert first.peak_memory == pytest.approx(second.peak_memory, rel=1e-6)
         assert first.idle_fraction == pytest.approx(second.idle_fraction, abs=1e-3)

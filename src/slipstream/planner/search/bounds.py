@@ -427,20 +427,23 @@ class MemoryBound:
         """Returns a lower bound of each rank's bytes at its peak, from the first few microbatches: more are held only
         where a rank has the forwards of all before its first backward, and all of them between the two.
 
-        What F keeps is there until B, or this half of it."""
+        What F keeps is there until B, or the half of it that `until` names.
+        """
         few = shape.with_groups(_FILLED)
         actions = cached_schedule(few)
-        stage, (opens, _, closes), last = actions.stage, actions.context_marks, actions.is_one_of(Op.B, until)
+        stage, (opens, _, closes) = actions.stage, actions.context_marks
         whole, kept_bytes = self.whole[stage, actions.slice], self.kept[stage, actions.slice]
         if self.offloads:
             before, after = np.where(actions.is_one_of(Op.I), whole, 0), np.where(actions.is_one_of(Op.W), whole, 0)
             during = np.where(actions.is_one_of(Op.B), whole, 0)
         else:
-            before, after = np.where(actions.is_one_of(Op.F), kept_bytes, 0), np.where(last, kept_bytes, 0)
+            before = np.where(actions.is_one_of(Op.F), kept_bytes, 0)
+            after = np.where(actions.is_one_of(Op.B, until), kept_bytes, 0)
             during = np.where(actions.is_one_of(Op.B, Op.I), whole - kept_bytes, 0)
         before = before + opens * self.context[stage]
         # gradients exist once the backward that makes them has freed its activations
-        after = after + closes * self.context[stage] - first_of(stage, last) * self.gradients[stage]
+        makes = first_of(stage, actions.is_one_of(Op.B, Op.W))
+        after = after + closes * self.context[stage] - makes * self.gradients[stage]
         peaks = row_peaks(actions.firsts, before, during, after)
         if SCHEDULES[shape.name].holds_all:
             stays = (before - closes * self.context[stage]) * actions.is_one_of(Op.F)  # but where nothing is trained

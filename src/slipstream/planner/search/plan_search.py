@@ -41,7 +41,7 @@ from slipstream.timeline import Timeline
 from slipstream.units import bytes_text, plural
 
 _MOST_SCHEDULED_EACH = 2  # configurations whose schedule is made, for each that may be simulated
-_MOST_UNITS = 1_000_000  # slices of stages in all schedules that are made: about half a minute
+_MOST_UNITS = 1_000_000  # slices of stages in all schedules that are made
 _MOST_WHOLE = 200_000  # slices of stages of a long step that is simulated whole, as it is the shortest
 # configurations with another choice that are tested quickly, and whose schedule is made
 _MOST_TRIED, _MOST_SCHEDULED = 150, 8
@@ -141,7 +141,7 @@ class _PlanSearch:
     frontier: Frontier
     report: ProgressReport
     seconds: dict[Configuration, float] = field(default_factory=dict)  # simulated steps of those that fit
-    told: set[Configuration] = field(default_factory=set)  # those of them that weren't simulated whole
+    extrapolated: set[Configuration] = field(default_factory=set)  # those of them that weren't simulated whole
     too_large: set[Configuration] = field(default_factory=set)
     num_simulated: int = 0
     num_scheduled: int = 0  # configurations whose schedule was made
@@ -169,9 +169,9 @@ class _PlanSearch:
     def _confirm_shortest(self) -> bool:
         """Simulates the shortest step whole; False where that was done, or takes too long."""
         shortest = min(self._allowed(), key=self.seconds.__getitem__, default=None)
-        if shortest not in self.told or prod(self.space.shape(shortest).counts) > _MOST_WHOLE:
+        if shortest not in self.extrapolated or prod(self.space.shape(shortest).counts) > _MOST_WHOLE:
             return False
-        self.told.remove(shortest)
+        self.extrapolated.remove(shortest)
         del self.seconds[shortest]
         if (candidate := SimulatedConfiguration.of(self.space, shortest)).fits():
             self.seconds[shortest], _ = candidate.step()
@@ -250,13 +250,13 @@ class _PlanSearch:
         self.report("simulations", self.num_simulated, self.space.options.num_simulated)
         seconds, _ = candidate.step()
         self.seconds[configuration] = seconds
-        if candidate.num_more:
-            self.told.add(configuration)
+        if candidate.num_extrapolated:
+            self.extrapolated.add(configuration)
         return seconds
 
     def _schedule(self, configuration: Configuration) -> SimulatedConfiguration:
         self.num_scheduled += 1
-        candidate = SimulatedConfiguration.told(self.space, configuration)
+        candidate = SimulatedConfiguration.extrapolated(self.space, configuration)
         schedule = candidate.schedule
         self.num_units += schedule.num_stages * schedule.num_slices * schedule.num_microbatches
         return candidate
@@ -273,16 +273,21 @@ class _PlanSearch:
     def prediction(self, configuration: Configuration) -> Prediction:
         """Returns the prediction of a simulated configuration."""
         if configuration not in self.known:
-            kind = SimulatedConfiguration.told if configuration in self.told else SimulatedConfiguration.of
+            kind = (
+                SimulatedConfiguration.extrapolated if configuration in self.extrapolated else SimulatedConfiguration.of
+            )
             self.known[configuration] = predict(kind(self.space, configuration))
         return self.known[configuration]
 
     def gap(self, best: Prediction) -> float:
         """Returns by which share of the best step the most promising configuration left could be faster, at most."""
-        starting = self.frontier.starting(self.reached)
-        left = (b for b, c in starting if c not in self.seconds and c not in self.too_large)
-        least = min([next(left, inf), *(bound for *_, bound, _ in self.postponed)])
-        return max(0.0, 1 - least / best.step_seconds)
+        postponed = sorted(self.postponed, key=lambda entry: entry[2])
+        orders = ((entry[2:] for entry in postponed), self.frontier.starting(self.reached))
+        left = (
+            next((bound for bound, c in order if c not in self.seconds and c not in self.too_large), inf)
+            for order in orders
+        )
+        return max(0.0, 1 - min(left) / best.step_seconds)
 
     def alternatives(self, best: Prediction) -> Iterator[Alternative]:
         """Yields for each choice the best configuration with another value of it; other choices may differ as well."""
@@ -424,7 +429,9 @@ def _changes(space: PlanSpace) -> Iterator[str]:
 def _fitting(options: PlanOptions, space: PlanSpace) -> Configuration | None:
     """Returns one of the smallest configurations that fits, if any."""
     other = PlanSpace(space.source, space.seq_len, space.global_batch, options)
-    fitting = (c for c in _smallest(other) if may_fit(other, c) and SimulatedConfiguration.told(other, c).fits())
+    fitting = (
+        c for c in _smallest(other) if may_fit(other, c) and SimulatedConfiguration.extrapolated(other, c).fits()
+    )
     return next(fitting, None)
 
 

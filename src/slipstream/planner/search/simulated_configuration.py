@@ -32,7 +32,8 @@ class SimulatedConfiguration:
     """A configuration with its partition, slices and schedule, and its actions' costs.
 
     Once a pipeline is full, each group of microbatches takes as long as the one before, and nothing more is held. So a
-    long step may be told from its first groups and its last: `arrays` have those, and `num_more` microbatches follow.
+    long step may be extrapolated: `arrays` have its first and its last groups, and `num_extrapolated` microbatches are
+    between the two.
     """
 
     space: PlanSpace
@@ -40,7 +41,7 @@ class SimulatedConfiguration:
     cut: PlacedPartition
     times: StageTimes
     arrays: ActionArrays
-    num_more: int = 0
+    num_extrapolated: int = 0
 
     @classmethod
     def of(cls, space: PlanSpace, configuration: Configuration) -> SimulatedConfiguration:
@@ -48,8 +49,8 @@ class SimulatedConfiguration:
         return cls._of(space, configuration, space.shape(configuration))
 
     @classmethod
-    def told(cls, space: PlanSpace, configuration: Configuration) -> SimulatedConfiguration:
-        """Returns the configuration with few groups of a long step, where they tell the whole one."""
+    def extrapolated(cls, space: PlanSpace, configuration: Configuration) -> SimulatedConfiguration:
+        """Returns the configuration with few groups of a long step, where these take equally long."""
         c, shape = configuration, space.shape(configuration)
         few = shape.with_groups(_GROUPS)
         is_long = prod(shape.counts) > _LONG and shape.num_microbatches > 2 * few.num_microbatches
@@ -60,8 +61,13 @@ class SimulatedConfiguration:
 
     @classmethod
     def _of(cls, space: PlanSpace, configuration: Configuration, shape: ScheduleShape) -> SimulatedConfiguration:
-        c, num_more = configuration, space.num_microbatches(configuration) - shape.num_microbatches
-        return cls(space, c, space.cut(c), space.times(c), space.actions(c, shape), num_more)
+        c, num_extrapolated = configuration, space.num_microbatches(configuration) - shape.num_microbatches
+        return cls(space, c, space.cut(c), space.times(c), space.actions(c, shape), num_extrapolated)
+
+    @property
+    def num_alike(self) -> float:
+        """The microbatches of the step for each of those in `arrays`."""
+        return 1 + self.num_extrapolated / self.schedule.num_microbatches
 
     @property
     def _is_steady(self) -> bool:
@@ -79,14 +85,14 @@ class SimulatedConfiguration:
 
     def _later(self, ends: Floats) -> float:
         """Returns how much later the whole step ends: no rank takes less than its work, and its copies."""
-        if not self.num_more:
+        if not self.num_extrapolated:
             return 0.0
         work, group = [self.run[1]], self.schedule.num_microbatches / _GROUPS
         if self.cost.copies:
             copies = self.arrays.is_one_of(Op.OFFLOAD, Op.RELOAD)
             work.append(copies * self.arrays.each(self.cost.copy_seconds))
         busiest = max(np.bincount(self.arrays.rank, each).max() for each in work) / self.schedule.num_microbatches
-        return self.num_more * max(self._group_seconds(ends)[1] / group, float(busiest))
+        return self.num_extrapolated * max(self._group_seconds(ends)[1] / group, float(busiest))
 
     @cached_property
     def cost(self) -> TableCost:
@@ -183,7 +189,6 @@ class SimulatedConfiguration:
         arrays = self.arrays
         here = slice(*arrays.firsts[rank : rank + 2])
         op, stage, index, seconds = arrays.op[here], arrays.stage[here], arrays.slice[here], self.run[1][here]
-        every = 1 + self.num_more / self.schedule.num_microbatches  # microbatch of the step, for each of those here
         recomputed = float(seconds[op == OPS.index(Op.R)].sum())
         again = np.zeros_like(self.times.compute[Op.F]) + self.times.within_backwards(self.configuration.recompute)
         backward = (op == OPS.index(Op.B)) | (op == OPS.index(Op.I))
@@ -192,8 +197,8 @@ class SimulatedConfiguration:
         for forward_op, like in ((Op.F, Op.F), (Op.B, Op.I), (Op.I, Op.I)):
             chosen = op == OPS.index(forward_op)
             exchanged += self.times.exchanged[like][:, stage[chosen], index[chosen]].sum(axis=1)
-        recomputed, exchanged = every * recomputed, every * exchanged
-        work = every * float(seconds.sum()) - recomputed
+        recomputed, exchanged = self.num_alike * recomputed, self.num_alike * exchanged
+        work = self.num_alike * float(seconds.sum()) - recomputed
         causes = {"compute": work - float(exchanged.sum())} | dict(zip(EXCHANGES, exchanged.tolist(), strict=True))
         copied = 0.0
         if self.cost.copies:
@@ -245,7 +250,7 @@ def predict(candidate: SimulatedConfiguration) -> Prediction:
     space, c, schedule = candidate.space, candidate.configuration, candidate.schedule
     step, causes = candidate.step()
     ends, seconds = candidate.run
-    end, every = ends.max() + candidate._later(ends), 1 + candidate.num_more / schedule.num_microbatches
+    end, work = ends.max() + candidate._later(ends), candidate.num_alike * seconds.sum()
     peak = space.source.peak_seconds(space.global_batch, space.seq_len)
     return Prediction(
         configuration=c,
@@ -256,7 +261,7 @@ def predict(candidate: SimulatedConfiguration) -> Prediction:
         step_seconds=step,
         tokens_per_second=space.global_batch * space.seq_len / step,
         mfu=None if peak is None else peak / (step * c.num_devices),
-        idle_fraction=max(0.0, float(1 - every * seconds.sum() / (schedule.num_ranks * end))),
+        idle_fraction=max(0.0, float(1 - work / (schedule.num_ranks * end))),
         seconds_by_cause=causes,
         memory=tuple(_by_kind(rank_memory) for rank_memory in candidate.bytes.memory()),
         memory_limit=space.memory,
