@@ -422,7 +422,7 @@ def test_a_plan_with_sharded_parameters_is_trained(
         ({"seq_len": 65}, "seq_len=65 is more than the model's 64 positions"),
         (
             {"global_batch": 3, "data_parallel": "2"},
-            "data_parallel=2 fits nothing: it divides the 4 devices and the batch of 3 sequences. "
+            "data_parallel=2 fits nothing: it must divide the 4 devices and the batch of 3 sequences. "
             "Choose from 1, or leave it out",
         ),
         ({"dtype": "float16"}, "dtype='float16' has no peak on small: use bfloat16, float32"),

@@ -602,7 +602,7 @@ def test_what_fits_no_choice_wants_more_devices() -> None:
         (
             8,
             {"tensor_parallel": (3,)},
-            "^tensor_parallel=3 fits nothing: it divides the 4 devices and every",
+            "^tensor_parallel=3 fits nothing: it must divide the 4 devices and every",
         ),
         (8, {"tensor_parallel": (16,)}, "^tensor_parallel=16 fits nothing: .* Choose from 1, 2, 4, or leave it out"),
         (8, {"context_parallel": (3, 5)}, "^context_parallel=3,5 fits nothing: .* Choose from 1, 2, 4, or leave"),
@@ -610,7 +610,7 @@ def test_what_fits_no_choice_wants_more_devices() -> None:
         (
             8,
             {"pipeline_parallel": (3,)},
-            "^pipeline_parallel=3 fits nothing: .* is at most the 6 layers. Choose from 1, ",
+            "^pipeline_parallel=3 fits nothing: .* be at most the 6 layers. Choose from 1, ",
         ),
         (8, {"tensor_parallel": (4,), "context_parallel": (2,)}, "^tensor_parallel=4 .* beside context_parallel=2: "),
         (8, {"stages_per_rank": (7,)}, "no configuration fits .* 6 layers.*, or allow more than stages_per_rank=7."),

@@ -322,11 +322,11 @@ def _nothing_divides(space: PlanSpace) -> SlipstreamError:
     source, options, sequences = space.source, space.options, plural(space.global_batch, "sequence")
     devices, layers = plural(source.num_devices, "device"), plural(len(source.kinds), "layer")
     rules = {
-        "tensor_parallel": f"divides the {devices} and every layer's heads",
-        "context_parallel": f"divides the {devices} and leaves each rank enough tokens of {space.seq_len}",
-        "expert_parallel": "divides every layer's experts, and data_parallel times context_parallel",
-        "pipeline_parallel": f"divides the {devices} and is at most the {layers}",
-        "data_parallel": f"divides the {devices} and the batch of {sequences}",
+        "tensor_parallel": f"must divide the {devices} and every layer's heads",
+        "context_parallel": f"must divide the {devices} and leave each rank enough tokens of {space.seq_len}",
+        "expert_parallel": "must divide every layer's experts, and data_parallel times context_parallel",
+        "pipeline_parallel": f"must divide the {devices} and be at most the {layers}",
+        "data_parallel": f"must divide the {devices} and the batch of {sequences}",
     }
     names = [choice.name for choice in fields(Configuration) if getattr(options, choice.name) is not None]
     given = {name: getattr(options, name) for name in names}
