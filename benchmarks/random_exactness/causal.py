@@ -95,6 +95,7 @@ class CausalCase:
 
     def __init__(self, seed: str, place: Place, folder: Path) -> None:
         self.dice, self.place, self.folder = Dice(f"{seed} causal"), place, folder
+        self.of_replicas = Dice(f"{seed} replicas")  # of its own, so that the others draw what they drew before
         self.axes: dict[str, Any] = {}
         self.has_dropout = False
         self.during: Callable[[], AbstractContextManager[object]] = nullcontext
@@ -187,10 +188,16 @@ class CausalCase:
         kinds = ["plain"] * 5 + ["mapping", "padded mapping", "lengths", "list", "list"]
         kinds += [] if self.is_dynamic else ["documents", "documents", "positions", "list of documents"]
         self.kind = "plain" if self.has_dropout else dice.choice(kinds)
-        is_list = self.kind.startswith("list") or (place.shares and self.kind in ("lengths", "padded mapping"))
+        self.is_list = is_list = self.kind.startswith("list") or (
+            place.shares and self.kind in ("lengths", "padded mapping")
+        )
         settings |= cuts.rows_and_tokens(dice, self.rows, self.length)
+        self.are_apart = place.dp > 1 and not self.is_dynamic and happens(self.of_replicas, 0.6)
         if is_list and (settings.pop("microbatches", None) or isinstance(settings.get("slices"), list)):
             settings |= {"slices": dice.randint(1, 6), "num_microbatches": dice.randint(1, self.rows)}
+        if is_list and self.are_apart and happens(self.of_replicas, 0.2):
+            settings["slices"] = "auto"  # by measured costs: not the same in every run
+            settings.pop("num_microbatches", None)
         if happens(dice, 0.1):
             settings["vocabulary"] = "spread"
         if happens(dice, 0.05):
@@ -228,6 +235,8 @@ class CausalCase:
         self.axes |= {"batch": self.kind, "rows": self.rows, "length": self.length, "source": self.source, **settings}
         self.axes |= {"loss_fn": self.loss_fn.__name__, "loss_scale": self.scale, "accumulates": self.accumulates}
         self.axes |= {"max_norm": self.max_norm, "router_loss": self.router}
+        if place.dp > 1:
+            self.axes["replicas"] = "of other rows" if self.are_apart else "of equally many rows"
         if self.trained == "frozen":
             self.axes["frozen"] = self.pattern
 
@@ -240,7 +249,7 @@ class CausalCase:
             found["sequence_parallel"] = True
         if place.num_copies > 1 and happens(dice, 0.4):
             found["shard"] = "optimizer"
-        elif self._may_shard() and happens(dice, 0.2):
+        elif self._may_shard() and happens(dice, 0.5):
             found["shard"] = "parameters"
         return found
 
@@ -257,12 +266,23 @@ class CausalCase:
             if number and not fixed and happens(self.dice, 0.5):
                 self.length = self.dice.randint(6, LONGEST)
             num_batches = 1 + (self.accumulates and number > 0)
-            batches = [[self._batch() for _ in range(self.place.dp)] for _ in range(num_batches)]
+            batches = [[self._batch(*size) for size in self._sizes(fixed)] for _ in range(num_batches)]
             found.append(Step(batches, self.max_norm, self.kind != "positions" or self.by_mapping))
         return found
 
-    def _batch(self) -> Batch:
-        dice, rows, length = self.dice, self.rows, self.length
+    def _sizes(self, fixed: bool) -> list[tuple[int, int]]:
+        """Returns the rows and tokens of each replica's batch: of all alike, or, but for what is fixed, drawn anew."""
+        found = [(self.rows, self.length)] * self.place.dp
+        if not self.are_apart:
+            return found
+        dice, fewest = self.of_replicas, 1 if self.is_list else self.settings.get("num_microbatches", 1)
+        for replica in range(1, len(found)):
+            rows = self.rows if "microbatches" in self.settings else dice.randint(fewest, max(fewest, 6))
+            found[replica] = rows, self.length if fixed else dice.randint(6, LONGEST)
+        return found
+
+    def _batch(self, rows: int, length: int) -> Batch:
+        dice = self.dice
         numbers = torch.Generator().manual_seed(dice.randrange(1 << 30))
         ids = torch.randint(1, self.vocabulary, (rows, length), generator=numbers)
         labels = ids.masked_fill(torch.rand(ids.shape, generator=numbers) < dice.choice([0.0, 0.0, 0.3, 0.8]), -100)
@@ -282,17 +302,17 @@ class CausalCase:
             given["attention_mask"] = torch.ones_like(ids)
         return Batch((given,), {}, [Run(ids, labels)])
 
-    def _row_lengths(self) -> list[int]:
-        longest = self.length if self.is_dynamic or happens(self.dice, 0.8) else max(2, self.length - 2)
-        found = [self.dice.randint(2, longest) for _ in range(self.rows)]
+    def _row_lengths(self, rows: int, length: int) -> list[int]:
+        longest = length if self.is_dynamic or happens(self.dice, 0.8) else max(2, length - 2)
+        found = [self.dice.randint(2, longest) for _ in range(rows)]
         if happens(self.dice, 0.8):
-            found[self.dice.randrange(self.rows)] = longest
+            found[self.dice.randrange(rows)] = longest
         return found
 
     def _padded(self, ids: Tensor, labels: Tensor) -> tuple[list[int], Tensor, list[Run]]:
         """Returns lengths, a mask, and rows alone; those of a tensor whose frequencies follow its width stay padded."""
-        lengths = self._row_lengths()
-        mask = (torch.arange(self.length) < torch.tensor(lengths)[:, None]).long()
+        lengths = self._row_lengths(*ids.shape)
+        mask = (torch.arange(ids.shape[1]) < torch.tensor(lengths)[:, None]).long()
         labels[mask == 0] = -100
         labels[0, lengths[0] - 1] = ids[0, lengths[0] - 1]
         if self.is_dynamic and self.kind == "padded mapping":
@@ -308,7 +328,7 @@ class CausalCase:
         return Batch((ids, labels), {"lengths": torch.tensor(lengths)}, runs)
 
     def _list(self, ids: Tensor, labels: Tensor) -> Batch:
-        lengths = self._row_lengths()
+        lengths = self._row_lengths(*ids.shape)
         labels[0, lengths[0] - 1] = ids[0, lengths[0] - 1]
         pairs = [(i[:n], each[:n]) for i, each, n in zip(ids, labels, lengths, strict=True)]
         runs = [Run(i[None], each[None]) for i, each in pairs]
@@ -343,7 +363,7 @@ class CausalCase:
         return self._documents(ids, labels, by_positions=True)
 
     def _list_of_documents(self, ids: Tensor, labels: Tensor) -> Batch:
-        lengths = self._row_lengths()
+        lengths = self._row_lengths(*ids.shape)
         pairs = [(i[:n], each[:n].clone()) for i, each, n in zip(ids, labels, lengths, strict=True)]
         rows = [self._documents_of(i, each) for i, each in pairs]
         document_ids = [each for each, _, _ in rows]
