@@ -69,6 +69,8 @@ def test_a_rank_that_lost_another_is_not_the_cause() -> None:
         Result(seed, [{"axes": {"ranks": 2}}, lost, {"verdict": "refused", "reason": "slices=0", "error": 0.0}])
     )
     assert (row["verdict"], row["reason"], row["axes"]) == ("refused", "slices=0", {"ranks": 2})
+    row = summary(Result(seed, [lost], ended_by="it waited for more than 720 s"))
+    assert (row["verdict"], row["reason"]) == ("out of limits", "it waited for more than 720 s")
 
 
 @pytest.mark.grid

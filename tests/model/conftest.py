@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from slipstream.model import compiled_region, fusion
-from support.architectures import no_rounding_by_float, no_rounding_inside
+from support.architectures import no_rounding_inside
+from support.fusing import kernels_in_float64
 
 
 @pytest.fixture(scope="module")
@@ -21,23 +22,10 @@ def compiler_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture
-def in_float64(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What is traced stays in float64, as `no_rounding_inside` has it of what is not: a norm rounds to float32."""
-    trace = fusion._trace
-
-    def wide(module: nn.Module) -> fx.Graph | None:
-        graph = trace(module)
-        for node in list(graph.nodes) if graph else ():
-            if node.target in ("to", "float"):
-                node.replace_all_uses_with(node.args[0])
-                graph.erase_node(node)
-        return graph
-
-    monkeypatch.setattr(fusion, "_trace", wide)
-    fusion.fused_rotation.cache_clear()
-    with no_rounding_inside(), no_rounding_by_float():  # also in the thread that compiles
+def in_float64() -> Iterator[None]:
+    """Models stay in float64, and so does what is traced."""
+    with no_rounding_inside(), kernels_in_float64():
         yield
-    fusion.fused_rotation.cache_clear()
 
 
 @pytest.fixture
