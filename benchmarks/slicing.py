@@ -20,6 +20,7 @@ import numpy as np
 
 from benchmarks.harness import few, interleaved, medians, restart_in_environment, setting, write
 from slipstream.array_types import Floats
+from slipstream.numba_jit import compiled
 from slipstream.planner.slicing.equal_stage_slicing import (
     CutPath,
     PathSearch,
@@ -30,7 +31,6 @@ from slipstream.planner.slicing.equal_stage_slicing import (
     shortest_path,
     time_table,
 )
-from slipstream.simulator.numba_jit import compiled
 
 LENGTH, GRANULARITY = 131_072, 128
 EPSILON = 1e-4  # seconds, TeraPipe section 3.3

@@ -13,7 +13,7 @@ from support.timeouts import LIMIT
 SOURCE = """
 from typing import NamedTuple
 
-from slipstream.simulator.numba_jit import compiled
+from slipstream.numba_jit import compiled
 
 class {pair}(NamedTuple):
     first: int
@@ -45,7 +45,7 @@ def test_a_renamed_class_in_the_index_is_compiled_again(tmp_path: Path, monkeypa
 
 
 CALLED = """
-from slipstream.simulator.numba_jit import compiled
+from slipstream.numba_jit import compiled
 
 @compiled
 def step(number):
@@ -53,7 +53,7 @@ def step(number):
 """
 CALLER = """
 from called import step
-from slipstream.simulator.numba_jit import compiled
+from slipstream.numba_jit import compiled
 
 @compiled
 def twice(number):
@@ -78,7 +78,7 @@ def test_a_change_of_a_called_function_is_noticed(tmp_path: Path, monkeypatch: p
 
 
 WITHOUT_A_PLACE = """
-from slipstream.simulator.numba_jit import compiled
+from slipstream.numba_jit import compiled
 names = {}
 exec(compile("def one(x):\\n    return x + 1\\ndef two(x):\\n    return x + 2\\n", "/proc/self/status", "exec"), names)
 print(compiled(names["one"])(1), compiled(names["two"])(1))

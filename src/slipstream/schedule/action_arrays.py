@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -106,8 +106,10 @@ class ContextMarks(NamedTuple):
 
 def first_of(key: Ints, among: Flags) -> Flags:
     """Marks the first entry of every key, of the entries in `among`."""
-    places = np.flatnonzero(among)
-    return np.isin(np.arange(len(key)), places[np.unique(key[places], return_index=True)[1]])
+    places = np.flatnonzero(among)[::-1]
+    firsts = np.full(key.max(initial=0) + 1, -1)
+    firsts[key[places]] = places  # of several with one key the last one stays
+    return np.asarray(among & (firsts[key] == np.arange(len(key))))
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,7 +129,7 @@ class ActionArrays(ActionRows):
         op, stage, microbatch, index = np.ascontiguousarray(actions.T)
         return cls(np.cumsum([0, *map(len, rows)]), op, stage, microbatch, index, *of_all)
 
-    def only(self, chosen: Flags | list[int]) -> Schedule:
+    def only(self, chosen: Flags | Ints) -> Schedule:
         """Returns the schedule with these actions alone: in their order, or of each rank in the order given."""
         ranks = self.rank[chosen]
         numbers = np.arange(len(self.op))[chosen][np.argsort(ranks, kind="stable")]
@@ -201,7 +203,7 @@ class ActionArrays(ActionRows):
 
     def is_one_of(self, *ops: Op) -> Flags:
         """Marks the actions that have one of these ops."""
-        return np.isin(self.op, [NUMBERS[op] for op in ops])
+        return np.isin(np.arange(len(OPS)), [NUMBERS[op] for op in ops])[self.op]
 
     def places(self, *ops: Op) -> Ints:
         """Returns which action has one of these ops, (stages, slices of all microbatches); -1 for none."""
@@ -349,6 +351,47 @@ def run_rows(
                 reached[rank] += 1
                 has_moved = True
     return ends, places
+
+
+def due_first(due: Floats, room: Ints, missing: Ints, first_after: Ints, after: Ints) -> Ints:
+    """Returns the order in which ranks run F, I and W of their two stages: in every unit of time each runs, of the next
+    ones of these that can run, the one that is due first. A full stage takes no other slice until a W.
+
+    Args:
+        due: when each action is due. They are numbered by rank, by its stages and by F, I and W.
+        room: how many slices each stage may take, one rank's two stages after the other's; used up.
+        missing: how many actions each still waits for; used up.
+        first_after: the actions after number n are after[first_after[n] : first_after[n + 1]].
+        after: see there.
+    """
+    size, order, done = len(due) // (3 * len(room)), np.zeros(len(due), np.int64), 0
+    following, chosen = np.arange(3 * len(room)) * size, np.zeros(len(room) // 2, np.int64)
+    while done < len(due):
+        for rank in range(len(chosen)):
+            chosen[rank] = -1
+            for queue in range(6 * rank, 6 * rank + 6):
+                action, best = following[queue], chosen[rank]
+                can_run = action < (queue + 1) * size and missing[action] == 0 and (queue % 3 > 0 or room[queue // 3])
+                if can_run and (best < 0 or due[action] < due[best]):
+                    chosen[rank] = action
+        for action in chosen:
+            if action >= 0:
+                taken = action // size
+                following[taken] += 1
+                room[taken // 3] += taken % 3 - 1
+                order[done] = action
+                done += 1
+                for later in after[first_after[action] : first_after[action + 1]]:
+                    missing[later] -= 1
+    return order
+
+
+@cache
+def compiled_due_first() -> Callable[..., Ints]:
+    """Returns `due_first` compiled by Numba, whose import takes a while: loaded only where it pays."""
+    from slipstream.numba_jit import compiled
+
+    return compiled(due_first)
 
 
 RowsRun = Callable[..., tuple[Floats, Ints]]

@@ -8,16 +8,18 @@ V-Half and V-Min repeat a building block: one slice's way over the V (Controllab
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from itertools import accumulate, islice, pairwise, permutations
-from math import inf
-from typing import NamedTuple
+from itertools import accumulate, pairwise, permutations, product
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from slipstream.errors import did_you_mean
 from slipstream.schedule.action import NUMBERS, OPS, Op, ScheduleError
 from slipstream.schedule.schedule import ActionRows, Schedule, SliceCounts
+
+if TYPE_CHECKING:
+    from slipstream.array_types import Floats, Ints
 
 # Here an action is a number, whose digits are its op, stage, microbatch and slice; there are at most so many of each.
 _MOST = 2**19
@@ -65,16 +67,28 @@ class Counts:
         """Returns the rank's stages in the looped placement: stage g on rank g mod p."""
         return range(rank, self.num_ranks * self.stages_per_rank, self.num_ranks)
 
-    def passes(self, op: Op, stage: int, microbatches: Iterable[int] | None = None) -> list[int]:
-        """Returns a stage's F, B, I or W of one microbatch after another, by default of all.
+    @cached_property
+    def total(self) -> int:
+        """The slices of all microbatches."""
+        return sum(self.slice_counts)
 
-        Slices go forward in order, and backward last in, first out.
-        """
-        chosen = range(self.num_microbatches) if microbatches is None else microbatches
-        first, step = (NUMBERS[op] * _MOST + stage) * _MOST, 1 if op is Op.F else -1
-        return [(first + m) * _MOST + i for m in chosen for i in range(self.slice_counts[m])[::step]]
+    @cached_property
+    def _slices(self) -> tuple[Ints, Ints]:
+        """The slices of one microbatch after another, forward in order, and backward last in, first out."""
+        import numpy as np
 
-    def schedule(self, row: Callable[[int], Sequence[int]], v_shaped: bool = False) -> Schedule:
+        counts = np.array(self.slice_counts)
+        firsts = np.cumsum(counts) - counts
+        microbatch, number = np.repeat([np.arange(len(counts)), firsts], counts, axis=1)
+        index = np.arange(len(number)) - number
+        return microbatch * _MOST + index, microbatch * _MOST + counts[microbatch] - 1 - index
+
+    def passes(self, op: Op, stage: int) -> Ints:
+        """Returns a stage's F, B, I or W of all slices in order."""
+        passes: Ints = self._slices[op is not Op.F] + (NUMBERS[op] * _MOST + stage) * _MOST**2
+        return passes
+
+    def schedule(self, row: Callable[[int], Ints], v_shaped: bool = False) -> Schedule:
         """Returns the schedule whose ranks run `row(rank)`; a V-shaped placement has stages r and 2p-1-r on rank r."""
         import numpy as np
 
@@ -86,12 +100,20 @@ class Counts:
         return Schedule(self.name, actions, placement, self.num_microbatches, self.most_slices, slice_counts=counts)
 
 
-def alternate(forward: Sequence[int], backward: Sequence[int], warmup: int) -> list[int]:
-    """Returns `warmup` forwards, then one backward and one forward alternately until both are used up."""
-    actions = list(forward[:warmup])
-    for i, action in enumerate(backward, start=warmup):
-        actions += [action, *forward[i : i + 1]]
-    return actions
+def _by_time(passes: Sequence[Ints], times: Sequence[Floats]) -> Ints:
+    """Returns the passes of all kinds in the order of their times."""
+    import numpy as np
+
+    in_order: Ints = np.concatenate(passes)[np.argsort(np.concatenate(times), kind="stable")]
+    return in_order
+
+
+def _alternate(warmup: int, number: int) -> tuple[Floats, Floats]:
+    """Returns the times of so many forwards and backwards: `warmup` forwards, then a backward and a forward in turn."""
+    import numpy as np
+
+    numbers = np.arange(float(number))
+    return np.maximum(numbers, 2 * numbers - warmup + 1), 2 * numbers + warmup
 
 
 def gpipe(num_stages: int, num_microbatches: int, num_slices: SliceCounts = 1) -> Schedule:
@@ -104,8 +126,10 @@ def gpipe(num_stages: int, num_microbatches: int, num_slices: SliceCounts = 1) -
 
     With equal times the bubble is (p-1)/(ms+p-1) of the step, and every rank keeps all m microbatches.
     """
+    import numpy as np
+
     counts = Counts("gpipe", num_stages, num_microbatches, num_slices)
-    return counts.schedule(lambda rank: counts.passes(Op.F, rank) + counts.passes(Op.B, rank))
+    return counts.schedule(lambda rank: np.concatenate([counts.passes(Op.F, rank), counts.passes(Op.B, rank)]))
 
 
 def one_f_one_b(num_stages: int, num_microbatches: int, num_slices: SliceCounts = 1) -> Schedule:
@@ -122,9 +146,9 @@ def one_f_one_b(num_stages: int, num_microbatches: int, num_slices: SliceCounts 
     """
     counts = Counts("1f1b", num_stages, num_microbatches, num_slices)
 
-    def row(rank: int) -> list[int]:
-        warmup = counts.most_slices + num_stages - 1 - rank
-        return alternate(counts.passes(Op.F, rank), counts.passes(Op.B, rank), warmup)
+    def row(rank: int) -> Ints:
+        passes = [counts.passes(op, rank) for op in (Op.F, Op.B)]
+        return _by_time(passes, _alternate(counts.most_slices + num_stages - 1 - rank, counts.total))
 
     return counts.schedule(row)
 
@@ -162,13 +186,12 @@ def zb_h2(num_stages: int, num_microbatches: int, num_slices: SliceCounts = 1) -
 def _handcrafted(counts: Counts, lead: int) -> Schedule:
     """Returns Seq1F1B with I for B, `lead` more forwards for every rank after it, and W `lead * rank` slices late."""
 
-    def row(rank: int) -> list[int]:
-        forward, inputs, weights = (counts.passes(op, rank) for op in (Op.F, Op.I, Op.W))
-        after = dict(zip(inputs[lead * rank :], weights, strict=False))  # the last ones find no I to follow
-        actions: list[int] = []
-        for action in alternate(forward, inputs, counts.most_slices + lead * (counts.num_ranks - 1 - rank)):
-            actions += [action, after[action]] if action in after else [action]
-        return actions + weights[len(after) :]
+    def row(rank: int) -> Ints:
+        warmup = counts.most_slices + lead * (counts.num_ranks - 1 - rank)
+        forward, inputs = _alternate(warmup, counts.total)
+        # The time of W is in the middle between that of an I and of the forward after it.
+        times = forward, inputs, inputs + 2 * lead * rank + 0.5
+        return _by_time([counts.passes(op, rank) for op in (Op.F, Op.I, Op.W)], times)
 
     return counts.schedule(row)
 
@@ -196,6 +219,8 @@ def interleaved_one_f_one_b(
     Raises:
         ScheduleError: a count is below 1, or `lead` is neither 1 nor 2.
     """
+    import numpy as np
+
     counts = Counts("interleaved-1f1b", num_ranks, num_microbatches, num_slices, stages_per_rank)
     if lead not in (1, 2):
         raise ScheduleError(f"lead={lead}: give 2, which hides messages behind a pass, or 1, which saves memory.")
@@ -204,11 +229,17 @@ def interleaved_one_f_one_b(
     # Before a group's first backward its slices have run through the earlier stages, and a microbatch through the last.
     warmup = max((stages_per_rank - 1) * sum(slices[m] for m in g) + max(slices[m] for m in g) for g in groups)
 
-    def row(rank: int) -> list[int]:
-        stages = counts.stages(rank)
-        forward = [a for group in groups for g in stages for a in counts.passes(Op.F, g, group)]
-        backward = [a for group in groups for g in reversed(stages) for a in counts.passes(Op.B, g, group)]
-        return alternate(forward, backward, warmup + lead * (num_ranks - 1 - rank))
+    turns = np.cumsum([sum(slices[m] for m in group) for group in groups])[:-1]
+
+    def in_turn(op: Op, stages: Iterable[int]) -> Ints:
+        by_stage = [np.split(counts.passes(op, stage), turns) for stage in stages]
+        return np.concatenate([group for of_group in zip(*by_stage, strict=True) for group in of_group])
+
+    # The first rank's; others have those of the same slices on their stages.
+    passes = in_turn(Op.F, counts.stages(0)), in_turn(Op.B, reversed(counts.stages(0)))
+
+    def row(rank: int) -> Ints:
+        return _by_time(passes, _alternate(warmup + lead * (num_ranks - 1 - rank), len(passes[0]))) + rank * _MOST**2
 
     return counts.schedule(row)
 
@@ -230,12 +261,13 @@ def breadth_first(
     Raises:
         ScheduleError: a count is below 1.
     """
+    import numpy as np
+
     counts = Counts("breadth-first", num_ranks, num_microbatches, num_slices, stages_per_rank)
 
-    def row(rank: int) -> list[int]:
-        stages, last_first = counts.stages(rank), range(num_microbatches)[::-1]
-        forward = [a for g in stages for a in counts.passes(Op.F, g)]
-        return forward + [a for g in reversed(stages) for a in counts.passes(Op.B, g, last_first)]
+    def row(rank: int) -> Ints:
+        forward = np.concatenate([counts.passes(Op.F, stage) for stage in counts.stages(rank)])
+        return np.concatenate([forward, forward[::-1] + (NUMBERS[Op.B] - NUMBERS[Op.F]) * _MOST**3])
 
     return counts.schedule(row)
 
@@ -274,39 +306,29 @@ def zb_v(num_ranks: int, num_microbatches: int, num_slices: SliceCounts = 1) -> 
     keeps 1 + (p-1)/s microbatches, at most m. With one slice it is PyTorch's ScheduleZBVZeroBubble; with more, s-1
     slices pass the V before the first backward and come back after the last forward.
     """
-    counts = Counts("zb-v", num_ranks, num_microbatches, num_slices)
+    import numpy as np
+
+    counts, last = Counts("zb-v", num_ranks, num_microbatches, num_slices), 2 * num_ranks - 1
     # With too few slices to fill the pipeline, the order is that of more microbatches without the additional ones.
     most, padding = counts.most_slices, 2 * (num_ranks - 1) + counts.most_slices - sum(counts.slice_counts)
     filled = (*counts.slice_counts, *[most] * max(-(-padding // most), 0))
     padded = replace(counts, num_microbatches=len(filled), num_slices=filled)
     num_units = sum(filled)
 
-    def row(rank: int) -> list[int]:
-        down, up = (_takes(padded, stage) for stage in (rank, 2 * num_ranks - 1 - rank))
+    def row(rank: int) -> Ints:
         below = num_ranks - rank  # this rank and those after it
         turned = rank + most - 1  # slices on their way up before the first backward starts
-        actions = down("F" * (2 * below - 1))
-        for _ in range(turned):
-            actions += up("F") + down("F")
-        for _ in range(below):
-            actions += up("FIW")
-        for _ in range(num_units - turned - below):
-            actions += down("FIW") + up("FIW")
-        for _ in range(turned):
-            actions += down("I") + up("I")
-        for _ in range(below):
-            actions += down("IW")
-        actions += up("W" * num_units) + down("W" * num_units)
-        return [action for action in actions if action // _MOST % _MOST < num_microbatches]
+        # In small letters the passes of the stage on the way up.
+        kinds = "F" * (2 * below - 1) + "fF" * turned + "fiw" * below + "FIWfiw" * (num_units - turned - below)
+        kinds += "Ii" * turned + "IW" * below + "w" * num_units + "W" * num_units
+        codes, actions = np.frombuffer(kinds.encode(), np.uint8), np.full(len(kinds), -1)
+        for op, (letter, stage) in product((Op.F, Op.I, Op.W), ((str.upper, rank), (str.lower, last - rank))):
+            # What is used up is left out.
+            places = np.flatnonzero(codes == ord(letter(op)))[:num_units]
+            actions[places] = padded.passes(op, stage)[: len(places)]
+        return actions[(actions >= 0) & (actions // _MOST % _MOST < num_microbatches)]
 
     return counts.schedule(row, v_shaped=True)
-
-
-def _takes(counts: Counts, stage: int) -> Callable[[str], list[int]]:
-    """Returns a function that takes the next pass of a stage of every kind in its text, without kinds that are used
-    up."""
-    left: dict[str, Iterator[int]] = {op: iter(counts.passes(op, stage)) for op in (Op.F, Op.I, Op.W)}
-    return lambda ops: [action for op in ops for action in islice(left[op], 1)]
 
 
 def v_half(num_ranks: int, num_microbatches: int, num_slices: SliceCounts = 1) -> Schedule:
@@ -347,6 +369,7 @@ def v_min(num_ranks: int, num_microbatches: int, num_slices: SliceCounts = 1) ->
     return _repeat(_building_block(num_ranks, down=1, up=1, at_loss=at_loss, at_turn=0), counts)
 
 
+_MOST_INTERPRETED = 2000  # passes whose order is found without loading what is compiled
 _PERIOD = 6  # units of time: F, I and W of two stages
 
 
@@ -398,53 +421,31 @@ def _repeat(block: list[_StageOfBlock], counts: Counts) -> Schedule:
     With s slices, s-1 go over the V before one can go backward: there the block repeats every 2 units instead of
     6, and a stage holds s-1 more slices. W is due when the next forward needs its memory. With one slice every pass
     has a unit of its own, so running the pass that is due first, of those that can run, ends each when it
-    is due or earlier: the step is no longer than the blocks in a row.
+    is due or earlier: the step is no longer than the blocks in a row. The ranks can't get stuck: a limit is at least a
+    microbatch's slices, so all of them reach the last stage and the backwards begin.
     """
-    num_units, ramp = sum(counts.slice_counts), counts.most_slices - 1
-    limits = [stage.limit + ramp for stage in block]
-    due: list[float] = []
-    for rank in range(counts.num_ranks):
-        for stage in (block[rank], block[-1 - rank]):
-            forward = [stage.forward + 2 * min(k, ramp) + _PERIOD * max(k - ramp, 0) for k in range(num_units)]
-            limit = stage.limit + ramp
-            due += [*forward, *(stage.backward + 2 * ramp + _PERIOD * k for k in range(num_units))]
-            due += [forward[k] - 1 if k < num_units else inf for k in range(limit, limit + num_units)]
+    import numpy as np
 
-    def row(rank: int) -> list[int]:
-        stages = rank, 2 * counts.num_ranks - 1 - rank
-        return [action for stage in stages for op in (Op.F, Op.I, Op.W) for action in counts.passes(op, stage)]
+    from slipstream.schedule.action_arrays import ActionArrays, compiled_due_first, due_first  # loads numpy
 
-    return _by_due_time(counts.schedule(row, v_shaped=True), due, limits)
+    stages = [stage for rank in range(counts.num_ranks) for stage in (rank, 2 * counts.num_ranks - 1 - rank)]
+    forward, backward, limits = np.array([block[stage] for stage in stages]).T[:, :, None]
+    numbers, ramp = np.arange(counts.total), counts.most_slices - 1
 
+    def starts(slices: Ints) -> Any:
+        return forward + 2.0 * np.minimum(slices, ramp) + _PERIOD * np.maximum(slices - ramp, 0)
 
-def _by_due_time(passes: Schedule, due: list[float], limits: list[int]) -> Schedule:
-    """Reorders each rank's passes: in every unit of time it runs, of those that can run, the one due first.
+    following = numbers + limits + ramp
+    weights = np.where(following < counts.total, starts(following) - 1, np.inf)
+    due = np.stack([starts(numbers), backward + 2 * ramp + _PERIOD * numbers, weights], axis=1).ravel()
 
-    A stage that holds its limit of slices takes no other until a W. The ranks can't get stuck: a limit is
-    at least a microbatch's slices, so all of them reach the last stage and the backwards begin.
-    """
-    from slipstream.schedule.action_arrays import ActionArrays  # loads numpy
+    def row(rank: int) -> Ints:
+        return np.concatenate([counts.passes(op, g) for g in stages[2 * rank :][:2] for op in (Op.F, Op.I, Op.W)])
 
-    arrays = ActionArrays.of(passes)
-    first_before, _, first_after, after = (column.tolist() for column in arrays.precedence)
-    missing = [end - first for first, end in pairwise(first_before)]
-    stages, room, order = arrays.stage.tolist(), list(limits), list[int]()
-    # Each rank's F, I and W of its two stages, the next one of each last.
-    size, ranks = len(due) // (6 * passes.num_ranks), range(passes.num_ranks)
-    waiting = [[[*range(k * size, (k + 1) * size)][::-1] for k in range(6 * rank, 6 * rank + 6)] for rank in ranks]
-
-    def next_pass(rank: int) -> int | None:
-        heads = ((kind, queue[-1]) for kind, queue in enumerate(waiting[rank]) if queue)
-        can_run = [(due[a], kind) for kind, a in heads if not missing[a] and (kind % 3 or room[stages[a]])]
-        return waiting[rank][min(can_run)[1]].pop() if can_run else None
-
-    while len(order) < len(due):
-        for action in [action for rank in ranks if (action := next_pass(rank)) is not None]:
-            order.append(action)
-            room[stages[action]] += action // size % 3 - 1
-            for later in after[first_after[action] : first_after[action + 1]]:
-                missing[later] -= 1
-    return arrays.only(order)
+    arrays = ActionArrays.of(counts.schedule(row, v_shaped=True))
+    run = due_first if len(due) <= _MOST_INTERPRETED else compiled_due_first()
+    first_before, _, first_after, after = arrays.precedence
+    return arrays.only(run(due, limits.ravel() + ramp, np.diff(first_before), first_after, after))
 
 
 class ScheduleKind(NamedTuple):

@@ -8,9 +8,9 @@ from __future__ import annotations
 import numpy as np
 
 from slipstream.array_types import Floats
+from slipstream.numba_jit import compiled
 from slipstream.schedule import action_arrays
 from slipstream.simulator.action_graph import ActionGraph, ActionOrder
-from slipstream.simulator.numba_jit import compiled
 
 run_rows = compiled(action_arrays.run_rows)
 

@@ -8,10 +8,10 @@ from typing import NamedTuple
 import numpy as np
 
 from slipstream.array_types import Flags, Floats, Ints
+from slipstream.numba_jit import compiled
 from slipstream.planner.order.ordering_problem import StepActions, UnitTimes
 from slipstream.schedule import Schedule
 from slipstream.simulator.action_graph import ActionGraph, ActionOrder
-from slipstream.simulator.numba_jit import compiled
 from slipstream.simulator.time_kernel import makespan, peak, start_times
 
 _NEVER = np.inf

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from slipstream.array_types import Flags, Floats, Ints
+from slipstream.numba_jit import compiled
 from slipstream.simulator.action_graph import ActionGraph, ActionOrder
-from slipstream.simulator.numba_jit import compiled
 from slipstream.simulator.time_kernel import makespan, peak, start_times
 
 _NEVER = np.inf

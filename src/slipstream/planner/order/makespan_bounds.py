@@ -14,10 +14,10 @@ from typing import NamedTuple
 import numpy as np
 
 from slipstream.array_types import Floats, Ints
+from slipstream.numba_jit import compiled
 from slipstream.planner.order.ordering_problem import OrderingProblem
 from slipstream.schedule import Action, Op
 from slipstream.simulator.action_graph import ActionGraph
-from slipstream.simulator.numba_jit import compiled
 
 
 def makespan_bound(problem: OrderingProblem) -> float:

@@ -519,6 +519,6 @@ def search_loops(times: Floats, floors: Floats, weight: Floats, limits: Floats) 
 @cache
 def search_compiled() -> PathSearch:
     """Returns `search_loops` compiled by Numba, whose import takes a while: loaded only where it pays."""
-    from slipstream.simulator.numba_jit import compiled
+    from slipstream.numba_jit import compiled
 
     return compiled(search_loops)
