@@ -236,7 +236,7 @@ class Row:
 
     def seconds(self, factor: float = 1.0) -> float:
         """Returns the step's predicted seconds."""
-        return self.candidate(factor).step()[0]
+        return self.candidate(factor).seconds
 
 
 class MeasuredSource(PaperSource):
@@ -395,7 +395,7 @@ def meta_405b() -> list[dict[str, Any]]:
         given = META | {"vp": stages, "recompute": recompute}
         row = Row(blank | {name: str(value) for name, value in given.items()})
         candidate = row.candidate(1.0)
-        source, seconds = candidate.space.source, candidate.step()[0]
+        source, seconds = candidate.space.source, candidate.seconds
         flops = source.peak_seconds(row.number("gbs"), row.number("seq")) * source.cluster.device.flops["bfloat16"]
         measured = flops / (row.number("gpus") * META_FLOPS)
         found.append(

@@ -96,7 +96,7 @@ def candidate(model: Model, run: Run, cluster: Cluster) -> SimulatedConfiguratio
 
 def seconds(model: Model, run: Run, cluster: Cluster) -> float:
     """Returns the seconds of one iteration, with recomputation."""
-    return candidate(model, run, cluster).step()[0]
+    return candidate(model, run, cluster).seconds
 
 
 @cache

@@ -141,7 +141,7 @@ def step(setting: Setting, constants: Constants, slices: tuple[int, ...]) -> flo
     """Returns the simulated seconds of an iteration."""
     t, p, d = setting.tensor_parallel, setting.pipeline_parallel, setting.data_parallel
     chosen = Configuration(t, p, d, 1, "gpipe", 1, len(slices), "none", 0.0, shard="none")
-    return SimulatedConfiguration.of(setting.space(constants, slices), chosen).step()[0]
+    return SimulatedConfiguration.of(setting.space(constants, slices), chosen).seconds
 
 
 def settings() -> dict[str, Setting]:

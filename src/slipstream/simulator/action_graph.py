@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from slipstream.array_types import Flags, Floats, Ints
-from slipstream.schedule import Action, Channel, Op, channel, sending
+from slipstream.schedule import Action, Op
 from slipstream.schedule.action_arrays import ActionArrays
 from slipstream.simulator.costs import CostModel
 
@@ -55,22 +55,24 @@ class ActionOrder(NamedTuple):
 
 def timed(arrays: ActionArrays, cost: CostModel) -> tuple[ActionGraph, ActionOrder]:
     """Returns the arrays for compiled code, without bytes, and the schedule's order."""
-    schedule, (different, like) = arrays.schedule, arrays.kinds
-    sends = [(place, send) for place, action in enumerate(different) if (send := sending(action, schedule))]
-    lines: dict[Channel, int] = {}
-    of_kind = np.full(len(different), -1)
-    for place, send in sends:
-        of_kind[place] = lines.setdefault(channel(send, schedule), len(lines))
-    ends, line = [*lines], of_kind[like]
+    (different, like), user = arrays.kinds, np.flatnonzero(arrays.producer >= 0)
+    sender = arrays.producer[user]
+    # Where the message of a kind of action goes, and the channels: a direction, a source and a destination.
+    ranks, kinds = np.zeros((2, len(different)), np.int64), np.unique(like[sender])
+    ranks[:, like[sender]] = arrays.rank[sender], arrays.rank[user]
+    sends = [different[kind].with_op(Op.SEND_F if different[kind].op is Op.F else Op.SEND_B) for kind in kinds]
+    goes_on = [send.op is Op.SEND_F for send in sends]
+    lines, of_kind = np.unique([*ranks[:, kinds], goes_on], axis=1, return_inverse=True)
 
     def link(value: Callable[[Action, int, int], float]) -> Floats:
         seconds = np.zeros(len(different))
-        for place, send in sends:
-            seconds[place] = value(send, ends[of_kind[place]].source, ends[of_kind[place]].destination)
+        seconds[kinds] = [*map(value, sends, *ranks[:, kinds].tolist())]
         return seconds[like]
 
-    copies = arrays.is_one_of(Op.OFFLOAD, Op.RELOAD)
-    line, copied = np.where(copies, len(lines) + arrays.rank, line), arrays.each(cost.copy_seconds, among=copies)
+    line, copies = np.full(len(different), -1), arrays.is_one_of(Op.OFFLOAD, Op.RELOAD)
+    line[kinds] = of_kind
+    line = np.where(copies, len(lines[0]) + arrays.rank, line[like])
+    copied = arrays.each(cost.copy_seconds, among=copies)
     size, rows = len(line), [range(*pair) for pair in pairwise(arrays.firsts.tolist())]
     longest = max(map(len, rows))
     graph = ActionGraph(
@@ -85,6 +87,6 @@ def timed(arrays: ActionArrays, cost: CostModel) -> tuple[ActionGraph, ActionOrd
         released=np.zeros(size),
         **arrays.precedence._asdict(),
         limits=np.full(len(rows), np.inf),
-        counts=np.array([len(rows), len(lines), schedule.num_microbatches, longest]),
+        counts=np.array([len(rows), len(lines[0]), arrays.schedule.num_microbatches, longest]),
     )
     return graph, ActionOrder.of(rows, longest)

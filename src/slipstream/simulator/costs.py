@@ -5,14 +5,17 @@ The bytes that each action of a model takes and leaves make the account of memor
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from slipstream.errors import SlipstreamError
 from slipstream.schedule import Action, Op, Schedule
 from slipstream.timeline import Span, Timeline
+
+if TYPE_CHECKING:
+    from slipstream.array_types import Floats
 
 
 class CostModel(Protocol):
@@ -318,16 +321,33 @@ class Moment:
         return sum(self.during.values())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RankMemory:
-    """The bytes of one rank over a step."""
+    """The bytes of one rank over a step.
 
-    moments: tuple[Moment, ...]
+    Args:
+        action: returns what the rank does at each moment.
+        during: the most that is held then, (kind, moment), of each of `MemoryKind`.
+        after: all that is held after it.
+    """
+
+    action: Callable[[int], Action]
+    during: Floats
+    after: Floats
+
+    @property
+    def moments(self) -> tuple[Moment, ...]:
+        """All moments in order."""
+        return tuple(map(self._moment, range(len(self.after))))
 
     @property
     def worst(self) -> Moment:
         """The moment of the peak; the first if there are several."""
-        return max(self.moments, key=lambda moment: moment.most)
+        return self._moment(int(self.during.sum(axis=0).argmax()))
+
+    def _moment(self, number: int) -> Moment:
+        during = dict(zip(MemoryKind, self.during[:, number].tolist(), strict=True))
+        return Moment(self.action(number), during, float(self.after[number]))
 
     @property
     def peak(self) -> float:

@@ -37,13 +37,13 @@ from slipstream.simulator.costs import (
     MemoryKind,
     MemoryTable,
     MemoryTables,
-    Moment,
     RankMemory,
     StageSlice,
     table_of,
 )
 
 _F, _B, _I, _W = (NUMBERS[op] for op in (Op.F, Op.B, Op.I, Op.W))
+_ALWAYS = MemoryKind.PARAMETERS, MemoryKind.OPTIMIZER, MemoryKind.MESSAGES
 NO_MOMENT = Footprint(0.0, -np.inf)  # of a reduction: the next action holds as much
 GRADIENT_MAKERS = ((Op.B,), (Op.I,), (Op.W,), (Op.VW, Op.EW))  # the ops of which a stage's first makes weight gradients
 
@@ -117,36 +117,53 @@ class OrderBytes:
 
     def rank_memory(self, rank: int, frees_late: bool = False) -> RankMemory:
         """Returns one rank's memory."""
-        arrays, (begin, end) = self.arrays, self.arrays.firsts[rank : rank + 2].tolist()
-        row, here = arrays.schedule.actions[rank], slice(begin, end)
-        per_action = (*self._gradients, self.leaves, self._payloads)
-        most, makes, leaves, payload = (column[here].tolist() for column in per_action)
-        gives = {kind: change[here].tolist() for kind, change in self._gives.items()}
-        sends: defaultdict[int, list[int]] = defaultdict(list)
-        for after, sender in zip(self._sent_after.tolist(), self._messages.sender.tolist(), strict=True):
-            sends[after - begin].append(sender - begin)
-        held = dict.fromkeys(MemoryKind, 0.0)
-        held[MemoryKind.PARAMETERS], held[MemoryKind.OPTIMIZER] = self.parameters[rank], self.optimizer[rank]
-        held[MemoryKind.MESSAGES] = self._pools[rank]
-        saved: defaultdict[Action, float] = defaultdict(float)  # of each slice on a stage
-        moments = []
-        for place in _freeing_late(row) if frees_late else range(len(row)):
-            action = row[place]
-            if action.op is not Op.REDUCE_GRAD:
-                held[MemoryKind.GRADIENTS] += makes[place]
-                # The tensors that RELOAD brings back are activations, as before.
-                kind = MemoryKind.ACTIVATIONS if action.op is Op.RELOAD else MemoryKind.WORKSPACE
-                during = held | {kind: held[kind] + most[place]}
-                _leave(action, leaves[place], payload[place], held, saved)
-                for kind, changes in gives.items():
-                    held[kind] += changes[place]
-                moments.append(Moment(action, during, sum(held.values())))
-            for sender in sends[place]:
-                during, send = dict(held), sending(row[sender], arrays.schedule)
-                assert send is not None
-                held[MemoryKind.MESSAGES] -= payload[sender]
-                moments.append(Moment(send, during, sum(held.values())))
-        return RankMemory(tuple(moments))
+        arrays, at = self.arrays, {kind: number for number, kind in enumerate(MemoryKind)}
+        row = np.arange(*arrays.firsts[rank : rank + 2])
+        row = row[[*_freeing_late(arrays.op[row].tolist())]] if frees_late else row
+        sends = np.flatnonzero(arrays.rank[self._messages.sender] == rank)
+        actions = row[arrays.op[row] != NUMBERS[Op.REDUCE_GRAD]]
+        # A send comes after the action that stands before it in the order.
+        places = np.zeros(len(arrays.op), np.int64)
+        places[row] = np.arange(len(row))
+        order = np.argsort(np.concatenate([places[actions], places[self._sent_after[sends]]]), kind="stable")
+        numbers, count = np.concatenate([actions, self._messages.sender[sends]]), len(actions)
+        most, makes = (column[actions] for column in self._gradients)
+        begins, extra, ends = np.zeros((3, len(at), len(order)))
+        begins[at[MemoryKind.GRADIENTS], :count] = makes
+        # The tensors that RELOAD brings back are activations, as before.
+        reloads = arrays.op[actions] == NUMBERS[Op.RELOAD]
+        extra[at[MemoryKind.ACTIVATIONS], :count], extra[at[MemoryKind.WORKSPACE], :count] = most * [reloads, ~reloads]
+        for kind, changes in (*self._left, *self._gives.items()):
+            ends[at[kind], :count] += changes[actions]
+        ends[at[MemoryKind.MESSAGES], count:] = -self._payloads[numbers[count:]]
+        held = np.zeros((len(at), 1))
+        for kind, sizes in zip(_ALWAYS, (self.parameters, self.optimizer, self._pools), strict=True):
+            held[at[kind]] = sizes[rank]
+        after = held + np.cumsum((begins + ends)[:, order], axis=1)
+        before = np.concatenate([held, after[:, :-1]], axis=1)
+
+        def action(moment: int) -> Action:
+            op, *place = (int(column[numbers[order[moment]]]) for column in arrays.columns)
+            ran = Action(OPS[op], *place)
+            return ran if order[moment] < count else sending(ran, arrays.schedule) or ran
+
+        return RankMemory(action, before + (begins + extra)[:, order], after.sum(axis=0))
+
+    @cached_property
+    def _left(self) -> list[tuple[MemoryKind, Floats]]:
+        """What each action leaves, by kind: from F to I activations, from I to W the inputs of W.
+
+        Of L's tensors, the last stage's backward frees the gradient that it starts from.
+        """
+        arrays, numbers, half = self.arrays, np.arange(len(self.arrays.op)), self.arrays.of_slice(Op.I)
+        of_head = arrays.is_one_of(*VOCABULARY)
+        own = np.where(of_head, self._payloads * arrays.is_one_of(Op.L), self.leaves)
+        early = numbers < half
+        moved = np.bincount(half[early], own[early], len(own))
+        weights = np.where(arrays.is_one_of(Op.I, Op.W), own, 0.0)
+        activations, inputs = own - weights - moved, weights + moved
+        kinds = MemoryKind.ACTIVATIONS, MemoryKind.WEIGHT_INPUTS, MemoryKind.VOCABULARY
+        return [*zip(kinds, (activations, inputs, np.where(of_head, self.leaves - own, 0.0)), strict=True)]
 
     @cached_property
     def _payloads(self) -> Floats:
@@ -374,39 +391,14 @@ class _SpreadHeadBuffers:
         self._changes.append((self._sizes[op][self._firsts[message.microbatch] + message.slice], change))
 
 
-def _leave(
-    action: Action,
-    leaves: float,
-    payload: float,
-    held: dict[MemoryKind, float],
-    saved: defaultdict[Action, float],
-) -> None:
-    """Counts what an action leaves: from F to I as activations, from I to W as the inputs of W.
-
-    Of L's tensors, the last stage's backward frees the gradient that it starts from.
-    """
-    if action.op in VOCABULARY:
-        gradient = payload if action.op is Op.L else 0.0
-        held[MemoryKind.VOCABULARY] += leaves - gradient
-        leaves = gradient
-    unit = action.with_op(Op.F)
-    before = saved[unit]
-    saved[unit] += leaves
-    if action.op is Op.I:
-        held[MemoryKind.ACTIVATIONS] -= before
-        held[MemoryKind.WEIGHT_INPUTS] += before + leaves
-    else:
-        held[MemoryKind.WEIGHT_INPUTS if action.op is Op.W else MemoryKind.ACTIVATIONS] += leaves
-
-
-def _freeing_late(row: Sequence[Action]) -> Iterator[int]:
+def _freeing_late(ops: Sequence[int]) -> Iterator[int]:
     """Yields the places of a row, each OFFLOAD where its memory is free: before the second action that computes."""
     started, copied = list[int](), list[int]()
-    for place, action in enumerate(row):
-        if action.op is Op.OFFLOAD:
+    for place, op in enumerate(ops):
+        if OPS[op] is Op.OFFLOAD:
             started.append(place)
             continue
-        if action.op in BACKWARDS | {Op.F, Op.R}:
+        if OPS[op] in BACKWARDS | {Op.F, Op.R}:
             yield from copied
             started, copied = [], started
         yield place
@@ -450,12 +442,11 @@ def order_bytes(order: Schedule | ActionArrays, tables: MemoryTables, rank: int 
         is_counted = own is not Op.REDUCE_GRAD and rank in (None, placement[g])
         footprints.append(every[place].footprint(unit, own) if is_counted else NO_MOMENT)
         first.append(every[place].first.get((unit, own), np.nan))
-    context, gradients = (
-        np.array([[of_stages.get(g, 0.0) for g in stages] for of_stages in kinds], float)[
-            which[arrays.microbatch], stage
-        ]
-        for kinds in ([table.context for table in every], [table.context_gradients for table in every])
-    )
+
+    def per_action(kind: str) -> Any:
+        sizes = np.array([[getattr(table, kind).get(g, 0.0) for g in stages] for table in every], float)
+        return sizes[which[arrays.microbatch], stage]
+
     keys = [*zip(which.tolist(), schedule.slice_counts, strict=True)]
 
     def per_slice(value: Any) -> Any:
@@ -468,8 +459,8 @@ def order_bytes(order: Schedule | ActionArrays, tables: MemoryTables, rank: int 
         leaves=np.array([footprint.leaves for footprint in footprints], float)[like],
         peaks=np.array([footprint.peak for footprint in footprints], float)[like],
         first=np.array(first, float)[like],
-        context=context,
-        context_gradients=gradients,
+        context=per_action("context"),
+        context_gradients=per_action("context_gradients"),
         payload=per_slice(MemoryTable.payload).astype(float),
         buffers={
             op: per_slice(partial(MemoryTable.buffer, op=op)).astype(float)

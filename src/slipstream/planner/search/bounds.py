@@ -384,30 +384,28 @@ class ConfigurationGroup:
         """Yields (least seconds of the step, least bytes of the fullest rank, configuration)."""
         seconds, sizes = self.seconds.tolist(), self.sizes.tolist()
         for name, slicing, saving in product(*map(range, (len(self.names), *self.seconds.shape))):
-            yield seconds[slicing][saving], sizes[slicing][saving], self._at(name, slicing, saving)
+            yield (
+                seconds[slicing][saving],
+                sizes[slicing][saving],
+                replace(self.first, **self._varied(name, slicing, saving)),
+            )
 
-    def in_order(self, memory: float) -> Iterator[tuple[Promise, Configuration]]:
-        """Yields those that may fit, the most promising first."""
+    def in_order(self, room: float, choice: str = "", value: object = None) -> Iterator[tuple[Promise, Configuration]]:
+        """Yields those that may fit, the most promising first; of a varied `choice` those with another value alone."""
         index = {what: place for place, what in enumerate(self.savings.recompute)}
         costs = [(offload, index[what], shard == "none") for what, offload, shard in self.savings.every]
-        seconds, fits = self.seconds, self.sizes <= memory
+        seconds, fits = self.seconds, self.sizes <= room
         keys = *np.broadcast_to(np.transpose(costs)[::-1, None], (3, *seconds.shape)), seconds
         places = np.flatnonzero(fits)[np.lexsort([key[fits] for key in keys])]
         for slicing, saving in np.transpose(np.unravel_index(places, fits.shape)).tolist():
             promise = (float(seconds[slicing, saving]), *costs[saving])
-            yield from ((promise, self._at(name, slicing, saving)) for name in range(len(self.names)))
+            for varied in (self._varied(name, slicing, saving) for name in range(len(self.names))):
+                if varied.get(choice, self) != value:
+                    yield promise, replace(self.first, **varied)
 
-    def _at(self, name: int, slicing: int, saving: int) -> Configuration:
-        (count, kind), (recompute, offload, shard) = self.slicings[slicing], self.savings.every[saving]
-        return replace(
-            self.first,
-            schedule=self.names[name],
-            num_slices=count,
-            slicing=kind,
-            recompute=recompute,
-            offload=offload,
-            shard=shard,
-        )
+    def _varied(self, name: int, slicing: int, saving: int) -> dict[str, Any]:
+        varied = self.names[name], *self.slicings[slicing], *self.savings.every[saving]
+        return dict(zip(self.VARIED, varied, strict=True))
 
 
 _NOT_AWAY = 4  # slices of a rank that may be on the device

@@ -67,8 +67,8 @@ class Frontier:
     def _with_other(self, groups: Iterable[ConfigurationGroup], choice: str, value: object) -> Iterator[Configuration]:
         is_varied = choice in ConfigurationGroup.VARIED
         fitting = (group for group in groups if is_varied or getattr(group.first, choice) != value)
-        every = merge(*(group.in_order(self._space.memory) for group in fitting), key=itemgetter(0))
-        yield from (c for _, c in every if getattr(c, choice) != value)
+        every = merge(*(group.in_order(self._space.memory, choice, value) for group in fitting), key=itemgetter(0))
+        yield from (configuration for _, configuration in every)
 
     def _extend(self) -> bool:
         """Puts the next configuration in its place; False where there is none."""

@@ -174,7 +174,7 @@ class _PlanSearch:
         self.extrapolated.remove(shortest)
         del self.seconds[shortest]
         if (candidate := SimulatedConfiguration.of(self.space, shortest)).fits():
-            self.seconds[shortest], _ = candidate.step()
+            self.seconds[shortest] = candidate.seconds
         else:
             self.too_large.add(shortest)
         return True
@@ -213,7 +213,7 @@ class _PlanSearch:
                 candidate = SimulatedConfiguration.of(self.space, configuration)
                 if candidate.fits():
                     self.num_simulated += 1
-                    self.seconds[configuration], _ = candidate.step()
+                    self.seconds[configuration] = candidate.seconds
                     break
 
     def nothing_joint(self) -> SlipstreamError:
@@ -248,8 +248,7 @@ class _PlanSearch:
             return None
         self.num_simulated += 1
         self.report("simulations", self.num_simulated, self.space.options.num_simulated)
-        seconds, _ = candidate.step()
-        self.seconds[configuration] = seconds
+        seconds = self.seconds[configuration] = candidate.seconds
         if candidate.num_extrapolated:
             self.extrapolated.add(configuration)
         return seconds
@@ -273,10 +272,9 @@ class _PlanSearch:
     def prediction(self, configuration: Configuration) -> Prediction:
         """Returns the prediction of a simulated configuration."""
         if configuration not in self.known:
-            kind = (
-                SimulatedConfiguration.extrapolated if configuration in self.extrapolated else SimulatedConfiguration.of
-            )
-            self.known[configuration] = predict(kind(self.space, configuration))
+            is_short = configuration not in self.extrapolated
+            make = SimulatedConfiguration.of if is_short else SimulatedConfiguration.extrapolated
+            self.known[configuration] = predict(make(self.space, configuration))
         return self.known[configuration]
 
     def gap(self, best: Prediction) -> float:
@@ -386,13 +384,12 @@ def _in_digits(num_bytes: float) -> float:
 def _smallest(space: PlanSpace) -> list[Configuration]:
     """Returns the configurations of least memory by their bounds, with all ways to save memory that are allowed."""
     sizes = space.source.microbatch_sizes or (1,)
+    slices = space.longest >= space.seq_len and space.options.allows("slicing", "equal-time")
     saving: dict[str, Any] = {
         "recompute": space.source.recomputations[-1:],
         "offload": (0.0, 1.0) if space.source.host else None,
         "microbatch_size": (min(sizes),),
-        "num_slices": (1, 8)
-        if space.longest >= space.seq_len and space.options.allows("slicing", "equal-time")
-        else None,
+        "num_slices": (1, 8) if slices else None,
         "slicing": ("equal-time",),
     }
     unsaid = {choice: values for choice, values in saving.items() if getattr(space.options, choice) is None}
@@ -500,20 +497,13 @@ def _saves(start: Configuration) -> bool:
 def _problem(space: PlanSpace, start: Configuration, best: float) -> JointProblem:
     """Returns the problem for the mesh of a configuration, without a limit of memory: a step shorter than `best`."""
     num_microbatches, costs = space.shape(start).num_microbatches, space.costs(start.degrees, start.microbatch_size)
+    granularity, ranks = _granularity(space), (start.pipeline_parallel, start.data_parallel)
     return JointProblem(
-        costs=units_of(
-            costs,
-            space.source.state,
-            space.seq_len,
-            _granularity(space),
-            start.pipeline_parallel,
-            start.data_parallel,
-            start.optimizer_shards,
-        ),
+        costs=units_of(costs, space.source.state, space.seq_len, granularity, *ranks, start.optimizer_shards),
         seq_len=space.seq_len,
         num_ranks=start.pipeline_parallel,
         num_microbatches=num_microbatches,
-        granularity=_granularity(space),
+        granularity=granularity,
         most_slices=max(1, min(_MOST_SLICES, _MOST_JOINT_UNITS // num_microbatches)),
         # a slice is whole on the device while it runs, so where memory is scarce none is longer than those that fit
         longest_slice=max(space.slices(start)) if _saves(start) else space.longest,

@@ -24,6 +24,7 @@ from slipstream.simulator.simulation import end_times
 
 _LONG = 4000  # slices of stages, in a step that isn't simulated whole
 _GROUPS = 12  # of microbatches that are simulated of it: with fewer, copies to the host haven't piled up yet
+_AFTER = "gradient reduction", "weight gathering", "optimizer"  # what follows a rank's last action
 _STEADY = 1e-3  # by which share two groups of such a step may differ
 
 
@@ -155,17 +156,24 @@ class SimulatedConfiguration:
         """The end and the duration of each action, in seconds."""
         return end_times(self.arrays, self.cost)
 
-    def step(self) -> tuple[float, dict[str, float]]:
-        """Returns the seconds of the step, optimizer included, and where they go on the rank that ends last."""
-        _, gathered, optimizer = self.space.tails(self.configuration)
+    @property
+    def seconds(self) -> float:
+        """The seconds of the step, optimizer included."""
+        return float(self._parts.sum(axis=0).max())
+
+    @property
+    def causes(self) -> dict[str, float]:
+        """Where these go on the rank that ends last."""
+        rank = int(np.argmax(self._parts.sum(axis=0)))
+        end, *after = self._parts[:, rank].tolist()
+        return self._causes(rank, end) | dict(zip(_AFTER, after, strict=True))
+
+    @cached_property
+    def _parts(self) -> Floats:
+        """The seconds until each rank's last action ends, and those of `_AFTER`, (4, rank)."""
+        _, *after = self.space.tails(self.configuration)
         last = self.run[0][self.arrays.firsts[1:] - 1]
-        ends, gradients = last + self._later(self.run[0]), self._reduced() - last
-        total = ends + gradients + gathered + optimizer
-        rank = int(np.argmax(total))
-        causes = self._causes(rank, float(ends[rank]))
-        after = {"gradient reduction": gradients, "weight gathering": gathered, "optimizer": optimizer}
-        causes |= {cause: float(seconds[rank]) for cause, seconds in after.items()}
-        return float(total[rank]), causes
+        return np.stack([last + self._later(self.run[0]), self._reduced() - last, *after])
 
     def _reduced(self) -> Floats:
         """Returns when each rank's gradients are reduced: those of its stages one after the other, from the last stage
@@ -248,7 +256,7 @@ def may_fit(space: PlanSpace, configuration: Configuration) -> bool:
 def predict(candidate: SimulatedConfiguration) -> Prediction:
     """Returns the configuration's step, its causes, and all ranks' memory at their peaks."""
     space, c, schedule = candidate.space, candidate.configuration, candidate.schedule
-    step, causes = candidate.step()
+    step = candidate.seconds
     ends, seconds = candidate.run
     end, work = ends.max() + candidate._later(ends), candidate.num_alike * seconds.sum()
     peak = space.source.peak_seconds(space.global_batch, space.seq_len)
@@ -262,7 +270,7 @@ def predict(candidate: SimulatedConfiguration) -> Prediction:
         tokens_per_second=space.global_batch * space.seq_len / step,
         mfu=None if peak is None else peak / (step * c.num_devices),
         idle_fraction=max(0.0, float(1 - work / (schedule.num_ranks * end))),
-        seconds_by_cause=causes,
+        seconds_by_cause=candidate.causes,
         memory=tuple(_by_kind(rank_memory) for rank_memory in candidate.bytes.memory()),
         memory_limit=space.memory,
         joint=space.found[c].plan if c.schedule == AUTO else None,
