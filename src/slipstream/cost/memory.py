@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from itertools import product
 from typing import NamedTuple
 
 from slipstream.cost.operation_counts import StateBytes
 from slipstream.cost.sources import StageCosts
 from slipstream.cost.stages import BY_LAYER, Stage, StageParts, layers_with_backward
-from slipstream.schedule import Op, Schedule, without_communication
-from slipstream.schedule.action_arrays import ActionArrays
+from slipstream.schedule import Op, Schedule
 from slipstream.simulator import Footprint, MemoryTable, StageSlice
 
 
@@ -41,41 +40,37 @@ def memory_table(
     length = sum(slices)
     # No other slice reads the keys and values of a layer that makes them again.
     is_lone = recompute in BY_LAYER and len(slices) == 1
-    of_stage = cache(partial(_footprints, costs, recompute, slices, schedule.ops))
-    weights, trained, optimized, context, context_gradients = (
-        [float(value(stage)) for stage in map(alike, stages)]
-        for value in (
-            cache(partial(costs.weight_bytes, each=state.weights)),
-            cache(costs.num_trained),
-            cache(partial(costs.num_optimized, shards=optimizer_shards)),
-            cache(partial(costs.context_bytes, length=length)),
-            cache(partial(costs.context_gradient_bytes, length=length)),
-        )
-    )
-    arrays = ActionArrays.of(without_communication(schedule))
-    units = (arrays.stage, arrays.slice, arrays.has(Op.R), arrays.has(Op.OFFLOAD))
+    places = dict[Stage, int]()
+    like = [places.setdefault(alike(stage), g) for g, stage in enumerate(stages)]
+
+    def per_stage(value: Callable[[Stage], float]) -> dict[int, float]:
+        of_first = {g: float(value(stages[g])) for g in places.values()}
+        return {g: of_first[place] for g, place in enumerate(like)}
+
     footprints = {
-        (StageSlice(g, *like), op): footprint
-        for g, *like in dict.fromkeys(zip(*(column.tolist() for column in units), strict=True))
-        for op, footprint in of_stage(alike(stages[g]))[tuple(like)].items()
+        (StageSlice(g, *how), op): footprint
+        for g in places.values()
+        for how, of_slice in _footprints(costs, recompute, slices, schedule.ops, stages[g]).items()
+        for op, footprint in of_slice.items()
     }
-    making: set[tuple[int, Op]] = {(g, op) for op, g in schedule.kinds if op in (Op.B, Op.W)}
-    gradients = {(g, op): state.gradients * trained[g] for g, op in making}
+    made = per_stage(lambda stage: state.gradients * costs.num_trained(stage))
+    gradients: dict[tuple[int, Op], float] = {(g, op): made[g] for op, g in schedule.kinds if op in (Op.B, Op.W)}
     # a stage's first backward makes gradients while it frees activations, so the two never exist in full together
-    first = {
-        (unit, op): footprint.peak + gradient - min(gradient, -footprint.leaves)
+    first: dict[tuple[StageSlice, Op], float] = {
+        (unit, op): footprint.peak + made[unit.stage] - min(made[unit.stage], -footprint.leaves)
         for (unit, op), footprint in footprints.items()
-        if (gradient := gradients.get((unit.stage, op))) is not None
+        if op in (Op.B, Op.W)
     }
     return MemoryTable(
         footprints=footprints,
         first=first,
-        context=dict.fromkeys(range(len(stages)), 0.0) if is_lone else dict(enumerate(context)),
-        context_gradients=dict.fromkeys(range(len(stages)), 0.0) if is_lone else dict(enumerate(context_gradients)),
+        context=per_stage(lambda stage: 0.0 if is_lone else costs.context_bytes(stage, length)),
+        context_gradients=per_stage(lambda stage: 0.0 if is_lone else costs.context_gradient_bytes(stage, length)),
         message_bytes=[float(costs.message_bytes(length)) for length in slices],
-        parameters=dict(enumerate(weights)),
+        parameters=per_stage(partial(costs.weight_bytes, each=state.weights)),
         gradients=gradients,
-        optimizer={g: state.optimizer * n for g, n in enumerate(optimized)},
+        optimizer=per_stage(lambda stage: state.optimizer * costs.num_optimized(stage, optimizer_shards)),
+        like=like,
     )
 
 

@@ -278,6 +278,7 @@ class MemoryTable:
             where it isn't as large as a message between stages.
         w_shares: per slice, whether W of the first stage works on the very gradient of its input that EW adds, as that
             of learned positions does, which are added to the embeddings.
+        like: of each stage, the one whose footprints it has; not given: its own.
     """
 
     footprints: Mapping[tuple[StageSlice, Op], Footprint]
@@ -291,6 +292,7 @@ class MemoryTable:
     optimizer: Mapping[int, float] = field(default_factory=dict)
     vocabulary_bytes: Mapping[tuple[Op, int], float] = field(default_factory=dict)
     w_shares: Mapping[int, bool] = field(default_factory=dict)
+    like: Sequence[int] = ()
 
     def footprint(self, unit: StageSlice, op: Op) -> Footprint:
         """Returns the bytes of an action; raises SlipstreamError if the table lacks them."""

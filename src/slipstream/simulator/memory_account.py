@@ -426,7 +426,7 @@ def order_bytes(order: Schedule | ActionArrays, tables: MemoryTables, rank: int 
         SlipstreamError: a table lacks a unit.
     """
     arrays = ActionArrays.of(without_communication(order)) if isinstance(order, Schedule) else order
-    schedule, op, stage = arrays.schedule, arrays.op, arrays.stage
+    schedule, stage = arrays.schedule, arrays.stage
     stages, placement = range(schedule.num_stages), schedule.placement
     of_microbatch = [table_of(tables, microbatch) for microbatch in range(schedule.num_microbatches)]
     every = list({id(table): table for table in of_microbatch}.values())
@@ -434,12 +434,13 @@ def order_bytes(order: Schedule | ActionArrays, tables: MemoryTables, rank: int 
     which = np.array([places[id(table)] for table in of_microbatch])
     saved = arrays.has(Op.R), arrays.has(Op.OFFLOAD)
     shape = len(OPS), schedule.num_stages, schedule.num_slices, 2, 2, len(every)
-    numbers = np.ravel_multi_index((op, stage, arrays.slice, *saved, which[arrays.microbatch]), shape)
+    like_stage = np.array([table.like or stages for table in every])[which[arrays.microbatch], stage]
+    numbers = np.ravel_multi_index((arrays.op, like_stage, arrays.slice, *saved, which[arrays.microbatch]), shape)
     different, like = np.unique(numbers, return_inverse=True)
     footprints, first = list[Footprint](), list[float]()
     for op_number, g, i, again, away, place in np.transpose(np.unravel_index(different, shape)).tolist():
         unit, own = StageSlice(g, i, bool(again), bool(away)), OPS[op_number]
-        is_counted = own is not Op.REDUCE_GRAD and rank in (None, placement[g])
+        is_counted = own is not Op.REDUCE_GRAD and (rank in (None, placement[g]) or every[place].like)
         footprints.append(every[place].footprint(unit, own) if is_counted else NO_MOMENT)
         first.append(every[place].first.get((unit, own), np.nan))
 
