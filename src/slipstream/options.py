@@ -193,9 +193,10 @@ def numbers_exchanged(num_queries: int, num_keys: int, num_ranks: int, widening:
     backward, for each token and number of a head and but for a factor, if the ranks exchange heads for tokens, and if
     they gather keys, whose gradients are `widening` times as wide.
 
-    Of g ranks it is (2 Hq + 2 max(Hkv, g)) / g in each direction, or 2 Hkv forward and as many sums backward.
+    Of g ranks it is (2 Hq + 2 lcm(Hkv, g)) / g in each direction, or 2 Hkv forward and as many sums backward: ranks
+    whose queries read no whole number of heads of keys get some of these several times.
     """
-    heads = 2 * (2 * num_queries + 2 * max(num_keys, num_ranks)) / num_ranks
+    heads = 2 * (2 * num_queries + 2 * lcm(num_keys, num_ranks)) / num_ranks
     return heads, 2 * num_keys * (1 + widening)
 
 

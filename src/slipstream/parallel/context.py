@@ -48,7 +48,7 @@ class SliceExchange:
     def moves_heads(self, query: Tensor, key: Tensor, is_whole: bool) -> bool:
         """Returns whether an attention of these sizes exchanges heads for tokens.
 
-        By default the one that moves fewer bytes. Keys do only where g Hkv < Hq + max(Hkv, g), and then the context of
+        By default the one that moves fewer bytes. Keys do only where g Hkv < Hq + lcm(Hkv, g), and then the context of
         all heads is about as large as queries, keys, values and outputs of the own tokens: what they take of memory
         doesn't decide. In a sequence of one slice the last ranks' queries would see far more keys than the first ones',
         so heads are exchanged there.

@@ -194,9 +194,14 @@ def test_gathered_keys_move_all_heads_and_the_last_rank_sees_most(cluster: Clust
 
 
 def test_keys_are_gathered_where_that_is_less_or_heads_do_not_divide(cluster: Cluster) -> None:
-    """In bfloat16, keys move less where 3 g Hkv < 2 (Hq + max(Hkv, g)): of 4 and 2 heads never, of 4 and 1 always."""
-    layer = part("layer", PRODUCTS, (replace(CALL, num_key_value_heads=1),))
-    many, one = (AnalyticSource(replace(MODEL, layers=(each,)), cluster, "") for each in (*MODEL.layers, layer))
+    """In bfloat16, keys move less where 3 g Hkv < 2 (Hq + lcm(Hkv, g)): of 4 and 2 heads never, of 4 and 1 always, and
+    of 12 and 4 where each of 3 ranks would get all 4."""
+    layers = [
+        part("layer", PRODUCTS, (replace(CALL, num_heads=q, num_key_value_heads=k),)) for q, k in ((4, 1), (12, 4))
+    ]
+    sources = [AnalyticSource(replace(MODEL, layers=(each,)), cluster, "") for each in (*MODEL.layers, *layers)]
+    many, one, odd = sources
+    assert [odd.exchanges(1, ranks) for ranks in (2, 3)] == [("heads", "keys"), ("heads", "keys")]
     assert [many.exchanges(1, ranks) for ranks in (1, 2, 3, 4)] == [("heads",), ("heads",), ("keys",), ("heads",)]
     assert [one.exchanges(1, ranks) for ranks in (2, 3, 4)] == [("heads", "keys"), ("keys",), ("heads", "keys")]
     assert many.exchanges(1, 2, ("keys",)) == ("keys",)

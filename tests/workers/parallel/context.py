@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from itertools import product
+from math import lcm
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -54,6 +55,8 @@ _SMALL = {"vocab_size": VOCABULARY, "hidden_size": 48, "intermediate_size": 48, 
 _LATENT = {"q_lora_rank": None, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
 OWN: dict[str, PretrainedConfig] = {
     "llama of 3 heads": LlamaConfig(**_SMALL, num_attention_heads=3, num_key_value_heads=1, head_dim=8),
+    "llama of one key head": LlamaConfig(**_SMALL, num_attention_heads=4, num_key_value_heads=1, head_dim=8),
+    "llama of six and three heads": LlamaConfig(**_SMALL, num_attention_heads=6, num_key_value_heads=3, head_dim=8),
     "keys wider than values": DeepseekV3Config(
         **_SMALL, **_LATENT, num_attention_heads=4, num_key_value_heads=4, first_k_dense_replace=2
     ),
@@ -200,11 +203,11 @@ def apart() -> None:
 
 
 def exchanged_bytes() -> None:
-    """A rank receives (g-1)/g (n/g) (2 Hq + 2 max(Hkv, g)) d b bytes for a layer, row and slice, backward as many, and
-    where keys are wider than values each counts as wide as it is; the context takes 1/min(g, Hkv) of the memory."""
+    """A rank receives (g-1)/g (n/g) (2 Hq + 2 lcm(Hkv, g)) d b bytes for a layer, row and slice, backward as many, and
+    where keys are wider than values each counts as wide as it is; the context takes 1/gcd(g, Hkv) of the memory."""
     g = dist.get_world_size()
-    for name in ("llama", "llama, as many keys as queries"):
-        config, inputs = CONFIGS[name], tokens()
+    for name in ("llama", "llama, as many keys as queries", *list(OWN)[1:]):
+        config, inputs = OWN.get(name) or CONFIGS[name], tokens()
         pipe = make_pipe(model_of(name), mesh=make_mesh(cp=g), slices=4, context_exchange="heads")
         group = pipe.axes["cp"]
         before = group.payload["all_to_all"], group.calls["all_to_all"]
@@ -212,10 +215,11 @@ def exchanged_bytes() -> None:
         forward = group.payload["all_to_all"] - before[0]
         pipe.step(inputs, inputs)
         both = group.payload["all_to_all"] - before[0] - forward
-        heads = 2 * config.num_attention_heads + 2 * max(config.num_key_value_heads, g)
+        heads = config.num_attention_heads + lcm(config.num_key_value_heads, g)
+        width = 18 if isinstance(config, DeepseekV3Config) else 2 * config.head_dim  # of a key and a value
         own = 64 // 4 // g  # tokens of a slice
         slices = 4 * config.num_hidden_layers * len(inputs)
-        assert forward * g == (g - 1) * own * heads * config.head_dim * 8 * slices, (name, forward)
+        assert forward * g == (g - 1) * own * heads * width * 8 * slices, (name, forward)
         assert both == 2 * forward
         assert group.calls["all_to_all"] - before[1] == 3 * 2 * 4 * config.num_hidden_layers
 
@@ -251,7 +255,7 @@ def chosen_exchange() -> None:
 
 
 def held_context() -> None:
-    """A rank's store has the keys and values of its heads alone, 1/min(g, Hkv) of them, or all."""
+    """A rank's store has the keys and values of its heads alone, 1/gcd(g, Hkv) of them, or all."""
     g, found = dist.get_world_size(), list[int]()
     for mesh, kind in (({"cp": g}, "heads"), ({"cp": g}, "keys"), ({"dp": g}, "auto")):
         pipe = make_pipe(model_of("llama"), mesh=make_mesh(**mesh), slices=4, num_ranks=1, context_exchange=kind)

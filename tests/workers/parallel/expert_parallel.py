@@ -31,6 +31,7 @@ from slipstream.model import causal_cross_entropy
 from slipstream.model.anatomy import expert_modules
 from slipstream.model.toy import perturb_parameters
 from slipstream.parallel import RankGroup
+from slipstream.pipeline.execution import step_graphs
 from slipstream.planner.joint import ProfileUnits
 from slipstream.planner.ragged import StepPlan
 from slipstream.schedule import make_schedule
@@ -50,6 +51,7 @@ from support.mixtures import unsplit_step as balanced_step
 from support.parallel.group_cases import by_name, run_cases
 from support.pipelines import make_pipe
 from support.preferences import log_probabilities, preference, references
+from support.recorded_ops import RecordedOps
 
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -374,6 +376,10 @@ def refusals() -> None:
     ):
         with pytest.raises(SlipstreamError, match=words):
             make_pipe(model, mesh=mesh)
+    with patch.object(step_graphs, "recorder_of", lambda _: RecordedOps()):
+        said = str(make_pipe(model_of("qwen3_moe"), mesh=mesh, cuda_graphs=True))
+    assert "CUDA graphs: none, as how many tokens go to each expert is read on the host" in said
+    assert "ep=2" in said
 
 
 def exchanged_bytes() -> None:
