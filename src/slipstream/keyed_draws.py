@@ -77,7 +77,11 @@ class EagerDraws:
 
     def seed(self, seed: PlaceSeed) -> None:
         """See `Draws`."""
-        torch.manual_seed(seed.number)
+        if torch.accelerator.is_available():
+            torch.manual_seed(seed.number)
+        else:
+            # `torch.manual_seed` also notes the call, with the stack, for each kind of device that may be found later.
+            torch.default_generator.manual_seed(seed.number)
 
     def generator(self, device: torch.device, seed: PlaceSeed) -> torch.Generator:
         """See `Draws`."""
