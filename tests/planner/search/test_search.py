@@ -37,6 +37,7 @@ from slipstream.planner.search import bounds as search_bounds
 from slipstream.planner.search import search_plans, simulated_configuration
 from slipstream.planner.search.bounds import MemoryBound, NewestResults, PlacedPartition, ScheduleShape
 from slipstream.planner.search.plan_options import PlanOptions
+from slipstream.planner.search.plan_search import promising
 from slipstream.planner.search.plan_space import PlanSpace
 from slipstream.planner.search.simulated_configuration import SimulatedConfiguration, may_fit, predict
 from slipstream.profile import count_model
@@ -285,6 +286,15 @@ def test_a_plan_says_what_it_rests_on_and_what_else_there_is() -> None:
     assert 0 < best.mfu < 1  # type: ignore[operator]
     assert plan.timeline.num_ranks == c.pipeline_parallel
     assert any("not measured" in note for note in plan.notes)
+
+
+def test_joint_searches_start_on_meshes_of_different_degrees_where_there_are_some() -> None:
+    best = Configuration(1, 2, 4, 1, "1f1b", 1, 4, "none", 0.0, "optimizer")
+    same_mesh, larger = replace(best, num_slices=2), replace(best, microbatch_size=2)
+    wider, found = replace(best, tensor_parallel=2), replace(best, schedule="auto", tensor_parallel=4)
+    alone = replace(best, pipeline_parallel=1, data_parallel=8)
+    assert promising([alone, found, best, same_mesh, larger, wider]) == [best, wider]
+    assert promising([best, same_mesh, larger]) == [best, larger]
 
 
 def test_its_memory_is_that_of_the_schedule_that_runs() -> None:

@@ -16,7 +16,7 @@ from functools import partial
 from heapq import heappop, heappush, nsmallest
 from itertools import islice, product
 from math import ceil, inf, prod
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 from slipstream.cost import BY_LAYER, AnalyticCosts, CostSource, Degrees, unit_bounds
@@ -446,12 +446,14 @@ def is_wanted(options: PlanOptions) -> bool:
 
 
 def promising(configurations: Iterable[Configuration]) -> list[Configuration]:
-    """Returns the first configuration of each of the first few meshes with a pipeline."""
-    of_mesh: dict[Mesh, Configuration] = {}
-    for c in configurations:
-        if c.pipeline_parallel > 1 and c.schedule != AUTO:
-            of_mesh.setdefault(Mesh.of(c), c)
-    return list(of_mesh.values())[:_MOST_MESHES]
+    """Returns the first configuration of each of the first few meshes with a pipeline; those whose tensor-parallel and
+    pipeline degrees no earlier one has come before others, as meshes that differ in less are alike."""
+    pipelines = [c for c in configurations if c.pipeline_parallel > 1 and c.schedule != AUTO]
+    firsts: dict[object, Configuration] = {}
+    for kind in (attrgetter("tensor_parallel", "pipeline_parallel"), Mesh.of):
+        for c in pipelines:
+            firsts.setdefault(kind(c), c)
+    return list(dict.fromkeys(firsts.values()))[:_MOST_MESHES]
 
 
 def joint_candidates(
