@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,7 @@ import numpy as np
 from benchmarks.papers.megatron_experts import EAGER, Recipe
 from benchmarks.papers.unfused_attention import UnfusedCosts
 from slipstream.cost import AnalyticCosts, AttentionCall, OpCount, PartCount, Stage
+from slipstream.cost.stages import ActionBytes
 from slipstream.schedule import Op
 
 
@@ -121,13 +122,39 @@ class SpreadHeadCosts(MeasuredCosts):
         return seconds + (0 if op is Op.W else 2 * self.cluster.device.action_seconds)
 
 
-class TimedCosts(MeasuredCosts):
-    """Costs of a run whose timers wait for the device before and after each action: the host starts no kernel ahead, so
-    what that takes it adds up."""
+_GELU_TENSORS = 7  # that its backward holds, of those as wide as its input, before any is freed
+
+
+@dataclass(frozen=True)
+class Seq1F1BCosts(MeasuredCosts):
+    """Costs of Seq1F1B's runs, by its code and logs. Its timers wait for the device before and after each action: the
+    host starts no kernel ahead, so what that takes it adds up."""
+
+    num_slices: int = 1
+    feed_forward: int = 0
 
     def seconds(self, layers: Stage, op: Op, length: Any, context: Any) -> Any:
         host = sum(number * self._host_seconds(part, op) for number, part in self.model.counted(layers))
         return super().seconds(layers, op, length, context) + host
+
+    def context_bytes(self, layers: Stage, length: int) -> float:
+        """Returns the keys and values of all slices in one tensor; each slice's own are among its activations."""
+        return super().context_bytes(layers, length) if self.num_slices > 1 else 0.0
+
+    def context_gradient_bytes(self, layers: Stage, length: int) -> float:
+        """Returns their gradients, which are added up in 16 bits."""
+        return self.context_bytes(layers, length)
+
+    def action_bytes(self, layers: Stage, length: int) -> ActionBytes:
+        """Returns the bytes of actions. TorchScript fuses nothing: so much of GELU's backward is there at once, less
+        its output, which is freed before. The loss's F has the logits in 16 bits and twice in 32, of which it keeps
+        one, in whose place its backward makes their gradient, and then another one in 16 bits."""
+        counted, tokens = super().action_bytes(layers, length), self._tokens(length)
+        gradient = tokens * self.model.hidden_size * self.model.dtype_bytes
+        wide = tokens * self.feed_forward * self.model.dtype_bytes / self.tensor_parallel
+        logits = self.logits_gradient_bytes(layers, length)
+        most = max(counted.peaks[Op.B] - logits / 2, gradient + (_GELU_TENSORS - 1) * wide)
+        return replace(counted, peaks={**counted.peaks, Op.F: counted.peaks[Op.F] + 1.5 * logits, Op.B: most})
 
 
 # Seconds in which a host starts a layer's kernels where there are experts, forward and backward each, by what CUDA

@@ -96,7 +96,8 @@ ROTATION_PASSES = 10  # t cos + rotated(t) sin, in five kernels
 
 
 def with_rotations(model: ModelCount) -> ModelCount:
-    """Returns the model with rotary embeddings by PyTorch's own kernels, as in Seq1F1B's logs, on a count without."""
+    """Returns the model with rotary embeddings by PyTorch's own kernels, as in Seq1F1B's logs, in place of learned
+    positions, with which it was counted."""
     moved = 2 * ROTATION_PASSES * model.hidden_size * model.dtype_bytes  # of queries and keys
 
     def part(layer: PartCount) -> PartCount:
@@ -106,7 +107,8 @@ def with_rotations(model: ModelCount) -> ModelCount:
             ops[op] = replace(ops[op], other_bytes=Amount(other.constant, other.per_token + moved))
         return replace(layer, ops=ops)
 
-    return replace(model, layers=tuple(map(part, model.layers)))
+    embedding = replace(model.embedding, num_parameters=model.head_weight)
+    return replace(model, layers=tuple(map(part, model.layers)), embedding=embedding)
 
 
 def narrowed(model: ModelCount, rate: float, size: float) -> ModelCount:

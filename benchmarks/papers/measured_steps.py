@@ -33,8 +33,8 @@ from benchmarks.papers.measured_costs import (
     ExpertCosts,
     KorthikantiCosts,
     MeasuredCosts,
+    Seq1F1BCosts,
     SpreadHeadCosts,
-    TimedCosts,
     TorchtitanCosts,
 )
 from benchmarks.papers.measured_models import counted, narrowed, with_adapters, with_rotations, with_sums_in_products
@@ -199,7 +199,8 @@ class Row:
             if "LoRA" in self.text["use"]:
                 model = with_adapters(model, counted(kind, *shape, *rest, True))
             model = with_rotations(model) if self.source == "Seq1F1B" else model
-            model = with_dropout(model) if self.source == "Korthikanti 2022" else model
+            # Seq1F1B drops nothing, but the functions that add residuals make masks all the same
+            model = with_dropout(model) if self.source in ("Korthikanti 2022", "Seq1F1B") else model
         model = model if self.source == "torchtitan" else with_sums_in_products(model)
         if self.bits == 16:
             return model
@@ -264,8 +265,10 @@ class MeasuredSource(PaperSource):
             return SpreadHeadCosts(*common, **more, num_stages=row.number("pp"))
         if row.experts is not None:
             return ExpertCosts(*common, **more, recipe=row.recipe, narrow_rate=row.narrow_rate)
-        kinds = {"torchtitan": TorchtitanCosts, "Seq1F1B": TimedCosts}
-        return kinds.get(row.source, MeasuredCosts)(*common, **more)
+        if row.source == "Seq1F1B":
+            sizes = {"num_slices": row.number("token_slices"), "feed_forward": row.number("ffn")}
+            return Seq1F1BCosts(*common, **more, **sizes)
+        return (TorchtitanCosts if row.source == "torchtitan" else MeasuredCosts)(*common, **more)
 
 
 class MeasuredSpace(PaperSpace):
@@ -273,8 +276,7 @@ class MeasuredSpace(PaperSpace):
 
     def __init__(self, source: MeasuredSource) -> None:
         row = source.row
-        slices = (row.number("seq"),) if row.number("token_slices") == 1 else None
-        super().__init__(source, row.number("seq"), row.number("gbs"), PlanOptions(), slices)
+        super().__init__(source, row.number("seq"), row.number("gbs"), PlanOptions(), equal_operations(row))
         self._of = row
 
     def cut(self, configuration: Configuration) -> PlacedPartition:
@@ -301,6 +303,18 @@ class MeasuredSpace(PaperSpace):
             numbers = partition_layers([weight(self.alike(part)) for part in parts], num_stages)
         bounds = (0, *map(int, np.cumsum(numbers)))
         return PlacedPartition(costs, tuple(stage % pipeline for stage in range(num_stages)), bounds)
+
+
+def equal_operations(row: Row) -> tuple[int, ...]:
+    """Returns the slices of a row. Seq1F1B's have equally many operations by its own count, which has the head twice
+    and softmax as 3 for each score and head."""
+    hidden, heads, layers = (row.number(name) for name in ("hidden", "heads", "layers"))
+    of_token = layers * (8 * hidden**2 + 4 * hidden * row.number("ffn")) + 4 * hidden * row.number("vocab", VOCABULARY)
+    of_score = layers * (4 * hidden + 3 * heads)  # and a token has half as many as its sequence on average
+    length, parts, tensor = row.number("seq"), row.number("token_slices"), row.number("tp")
+    operations = np.linspace(0, of_token * length + of_score * length**2 / 2, parts + 1)
+    ends = (np.sqrt(of_token**2 + 2 * of_score * operations) - of_token) / of_score
+    return tuple(map(int, np.diff(tensor * np.round(ends / tensor))))
 
 
 # --- factors, and what they leave -------------------------------------------------------------------------------------
@@ -410,11 +424,16 @@ MOMENT_BYTES = 8  # of a parameter, shared by the replicas
 
 def allocated_peaks() -> list[dict[str, Any]]:
     """Returns what each stage of Seq1F1B had allocated at most in the first step, at whose end the optimizer's moments
-    are made, and what the account says without these. Nobody else's memory is what was allocated."""
+    are made, and what the account says without these, with the buffers of all gradients from the start. Nobody else's
+    memory is what was allocated."""
     table, peaks, found = {each.text["id"]: each for each in rows()}, {}, []
     for each in few(read("seq1f1b_peaks"), 4):
         row, number, stage = table[each["id"]], each["id"], int(each["stage"])
-        peaks[number] = peaks[number] if number in peaks else row.candidate(1.0).peaks()
+        if number not in peaks:
+            account = row.candidate(1.0).bytes
+            buffers = np.bincount(account.arrays.schedule.placement, account.made[0])
+            without = replace(account, made=np.zeros_like(account.made), first=np.full_like(account.first, np.nan))
+            peaks[number] = without.rank_peaks() + buffers
         counted = peaks[number][stage] - MOMENT_BYTES / row.replicas * int(each["parameters"])
         measured = float(each["max_allocated_mib"]) * 2**20
         about = {

@@ -214,11 +214,27 @@ def test_llama_3s_405b_fits_as_it_ran() -> None:
 
 
 def test_what_stages_had_allocated_is_within_5_percent_of_the_account() -> None:
+    """But for 4 of 40 stages, which are within 8%."""
     stages = STEPS["allocated"]
     assert len(stages) == 40
     found = [abs(stage["error"]) for stage in stages]
-    assert sum(found) / len(found) < 0.05
-    assert max(found) < 0.1
+    assert sum(found) / len(found) < 0.03
+    assert sum(error > 0.05 for error in found) <= 4
+    assert max(found) < 0.08
+
+
+def test_slices_of_published_steps_have_equally_many_operations() -> None:
+    sliced = [row for row in measured_steps.rows() if row.number("token_slices") > 1]
+    assert len(sliced) == 9
+    for row in sliced:
+        lengths, hidden, layers = measured_steps.equal_operations(row), row.number("hidden"), row.number("layers")
+        assert sum(lengths) == row.number("seq")
+        assert not any(length % row.number("tp") for length in lengths)
+        products = 24 * hidden**2 * layers + 4 * hidden * measured_steps.VOCABULARY
+        scores = (4 * hidden + 3 * row.number("heads")) * layers
+        ends = [sum(lengths[: number + 1]) for number in range(len(lengths))]
+        operations = [n * (products + scores * (end - n / 2)) for n, end in zip(lengths, ends, strict=True)]
+        assert operations == pytest.approx([sum(operations) / len(operations)] * len(operations), rel=2e-3)
 
 
 def test_the_best_plans_are_at_most_as_long_as_practice() -> None:
