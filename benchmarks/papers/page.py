@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import groupby
 from pathlib import Path
 from typing import Any
+
+from benchmarks.papers.tables import errors
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "papers.md"
@@ -71,7 +73,7 @@ def batch_rows(rows: list[dict[str, Any]]) -> str:
 
 def summary_rows(report: dict[str, Any]) -> str:
     both, megatron = report["terapipe tables 2 and 3"], report["megatron table 1"]
-    of_gpipe = [report["gpipe table 2"][name] for name in ("AmoebaNet-D(18 256)", "Transformer-48")]
+    of_gpipe, gpipe = [report["gpipe table 2"][name] for name in MODELS], report["gpipe table 2"]["rows"]
     rows: list[tuple[str, str, str, list[dict[str, float]]]] = [
         ("TeraPipe 2, all 20 rows", "5 constants, shared with Table 3", "rows with equal slices", [both["table 2"]]),
         (
@@ -91,12 +93,16 @@ def summary_rows(report: dict[str, Any]) -> str:
         ("Megatron 1", "2 constants", "3 of 10 rows", [megatron]),
         ("Megatron 2, PTD-P", "nothing", "", [report["megatron table 2"]["errors"]["ptdp"]]),
         ("GPipe 2, two models", "nothing", "", of_gpipe),
+        *(
+            (f"the same, over {name}", "nothing", "", [ratio_errors(gpipe, model, same) for model in MODELS])
+            for name, same in (("K = 2 at the same M", over_k), ("M = 4 at the same K, for M = 32", over_m))
+        ),
     ]
     return table(
         "table | fitted | on | mean error | worst",
         (
-            [name, what, on, *(" and ".join(f"{each[key]:.1%}" for each in errors) for key in ("mean", "worst"))]
-            for name, what, on, errors in rows
+            [name, what, on, *(" and ".join(f"{each[key]:.1%}" for each in found) for key in ("mean", "worst"))]
+            for name, what, on, found in rows
         ),
     )
 
@@ -154,14 +160,40 @@ def _number(row: dict[str, Any]) -> int:
     return int(row["figure"].partition(",")[0])
 
 
-def gpipe_rows(rows: list[dict[str, Any]]) -> str:
-    base = {(row["model"], row["M"]): row for row in rows if row["K"] == 2}
+MODELS = ("AmoebaNet-D(18 256)", "Transformer-48")
 
-    def scaled(row: dict[str, Any], key: str) -> str:
-        return f"{row[key] / base[row['model'], row['M']][key]:.2f}"
+
+def over_k(row: dict[str, Any]) -> tuple[int, int] | None:
+    """Returns the K and M of the row over which one is taken, whose stages differ; None for none."""
+    return (2, row["M"]) if row["K"] > 2 else None
+
+
+def over_m(row: dict[str, Any]) -> tuple[int, int] | None:
+    """Returns the same of one with the same stages."""
+    return (row["K"], 4) if row["M"] == 32 else None
+
+
+Base = Callable[[dict[str, Any]], tuple[int, int] | None]
+
+
+def ratios(rows: list[dict[str, Any]], row: dict[str, Any], base: Base) -> tuple[float, float] | None:
+    """Returns a row's throughput over another one of its model: the paper's, and the predicted one."""
+    of = [each for each in rows if each["model"] == row["model"] and (each["K"], each["M"]) == base(row)]
+    return (row["paper"] / of[0]["paper"], row["predicted"] / of[0]["predicted"]) if of else None
+
+
+def ratio_errors(rows: list[dict[str, Any]], model: str, base: Base) -> dict[str, float]:
+    found = [found for row in rows if row["model"] == model and (found := ratios(rows, row, base))]
+    return errors([{"error": predicted / paper - 1} for paper, predicted in found])
+
+
+def gpipe_rows(rows: list[dict[str, Any]]) -> str:
+    def scaled(row: dict[str, Any], base: Base) -> list[str]:
+        return [f"{each:.2f}" for each in ratios(rows, row, base) or ()] or ["", ""]
 
     return table(
-        "model | K | M | paper | model | error | paper, over K = 2 | model, over K = 2",
+        "model | K | M | paper | model | error | paper, over K = 2 | model, over K = 2 | paper, over M = 4 | "
+        "model, over M = 4",
         (
             [
                 row["model"],
@@ -170,8 +202,8 @@ def gpipe_rows(rows: list[dict[str, Any]]) -> str:
                 f"{row['paper']:.2f}",
                 f"{row['predicted']:.2f}",
                 f"{row['error']:+.1%}",
-                scaled(row, "paper"),
-                scaled(row, "predicted"),
+                *scaled(row, over_k),
+                *scaled(row, over_m),
             ]
             for row in rows
         ),
@@ -220,16 +252,16 @@ def practice_rows(rows: list[dict[str, Any]]) -> str:
         return f"{found['plan']}: {found['seconds']:.2f} s, {found['bytes'] / 1e9:.0f} GB"
 
     return table(
-        "model | H100 | sequences | with the degrees of | best with these | best | longer by",
+        "model | H100 | sequences | with the degrees of | best with these | best without offloading | best of all | "
+        "longer by",
         (
             [
                 row["model"],
                 row["devices"],
                 row["sequences"],
                 row["whose"],
-                plan(row["practice"]),
-                plan(row["best"]),
-                f"{row['practice over best'] - 1:.1%}",
+                *(plan(row[which]) for which in ("practice", "on devices", "best")),
+                " and ".join(f"{row[f'{which} over best'] - 1:.1%}" for which in ("practice", "on devices")),
             ]
             for row in rows
         ),

@@ -1,12 +1,13 @@
 """How others train on H100, and the best plans for the same batch: `python -m benchmarks.papers.practice`.
 
-Each practice gives the degrees of tensor, pipeline, data and context parallelism; all else of it is searched, as for
-the best plan. It writes the record `practice`.
+Each practice gives the degrees of tensor, pipeline, data and context parallelism, and offloads nothing; all else of it
+is searched, as for the best plan that offloads nothing, and for the best of all. It writes the record `practice`.
 """
 
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from typing import Any
 
 from transformers import LlamaConfig
@@ -21,6 +22,7 @@ from slipstream.profile import count_model
 
 LENGTH = 8192
 DEVICES_OF_A_NODE = 8
+WHICH = ("practice", "on devices", "best")
 _COMMON = {"vocab_size": 128256, "num_key_value_heads": 8, "max_position_embeddings": LENGTH}
 _405B = {"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "num_attention_heads": 128}
 # model, devices, sequences of a batch, degrees of tensor, pipeline, data and context parallelism, and who trains so
@@ -46,20 +48,22 @@ def described(best: Prediction) -> dict[str, Any]:
 def measure(
     name: str, num_devices: int, sequences: int, degrees: tuple[int, int, int, int], whose: str
 ) -> dict[str, Any]:
-    """Returns the best plan with a practice's degrees and the best of all, and how much longer the former takes."""
+    """Returns the best plans with a practice's degrees, without offloading and of all, and how much longer the first
+    two take than the last."""
     cluster = load_cluster("h100-dgx").with_nodes(num_devices // DEVICES_OF_A_NODE)
     model = count_model(LlamaConfig(**(SHAPES | {"Llama-3.1-405B": _405B})[name], **_COMMON), LENGTH, fused=True)
     tensor, pipeline, data, context = degrees
-    same = PlanOptions(
-        tensor_parallel=(tensor,), pipeline_parallel=(pipeline,), data_parallel=(data,), context_parallel=(context,)
-    )
+    on_devices = PlanOptions(offload=(0.0,))
+    degrees_of = {"tensor": tensor, "pipeline": pipeline, "data": data, "context": context}
+    same = replace(on_devices, **{f"{axis}_parallel": (degree,) for axis, degree in degrees_of.items()})
     source = AnalyticSource(model, cluster, name, sequence_parallel=True, fused=True, refusals={})
     found = {
         which: described(search_plans(source, LENGTH, sequences, options=options).best)
-        for which, options in (("practice", same), ("best", PlanOptions()))
+        for which, options in zip(WHICH, (same, on_devices, PlanOptions()), strict=True)
     }
     row = {"model": name, "devices": num_devices, "sequences": sequences, "whose": whose}
-    return row | found | {"practice over best": found["practice"]["seconds"] / found["best"]["seconds"]}
+    over = {f"{which} over best": found[which]["seconds"] / found["best"]["seconds"] for which in WHICH[:-1]}
+    return row | found | over
 
 
 def main() -> None:
@@ -69,9 +73,9 @@ def main() -> None:
         rows.append(measure(*case))
         row = rows[-1]
         print(f"{row['model']}, {row['devices']} H100: practice takes {row['practice over best']:.3f} of the best plan")
-        for which in ("practice", "best"):
+        for which in WHICH:
             found = row[which]
-            print(f"  {which:8} {found['seconds']:.3f} s, {found['bytes'] / 1e9:.1f} GB: {found['plan']}", flush=True)
+            print(f"  {which:10} {found['seconds']:.3f} s, {found['bytes'] / 1e9:.1f} GB: {found['plan']}", flush=True)
     print(f"wrote {write('practice', {'setting': setting(), 'rows': rows})}")
 
 

@@ -238,13 +238,20 @@ def test_slices_of_published_steps_have_equally_many_operations() -> None:
 
 
 def test_the_best_plans_are_at_most_as_long_as_practice() -> None:
-    """The search's best plan doesn't take longer than the best one with the degrees that others train with, and its
-    tensor-parallel and pipeline degrees are within a factor of two of these."""
+    """No plan that the search calls best takes longer than one with the degrees that others train with. Where it has
+    more than twice or less than half their tensor-parallel or pipeline ranks, the page says how much longer they take.
+    """
     assert [row["devices"] for row in PRACTICE["rows"]] == [8, 64, 1024, 16384]
+    lines = (ROOT / "docs" / "papers.md").read_text(encoding="utf-8").splitlines()
     for row in PRACTICE["rows"]:
-        assert row["practice over best"] >= 1
-        degrees = zip(row["best"]["degrees"][:2], row["practice"]["degrees"][:2], strict=True)
-        assert all(1 / 2 <= found / given <= 2 for found, given in degrees)
+        practice, on_devices, best = (row[which]["seconds"] for which in ("practice", "on devices", "best"))
+        assert best <= on_devices <= practice
+        for which in ("on devices", "best"):
+            degrees = zip(row[which]["degrees"][:2], row["practice"]["degrees"][:2], strict=True)
+            if not all(1 / 2 <= found / given <= 2 for found, given in degrees):
+                assert practice > row[which]["seconds"]
+                (line,) = (each for each in lines if each.startswith(f"| {row['model']} | {row['devices']} |"))
+                assert f"| {practice / best - 1:.1%} and {on_devices / best - 1:.1%} |" in line
 
 
 @pytest.mark.more
