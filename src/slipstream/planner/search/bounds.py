@@ -91,7 +91,7 @@ def _make_schedule(shape: ScheduleShape, recompute: bool = False, offload: float
 
 
 # Its arrays take up to a kilobyte for each slice of a stage.
-cached_schedule = NewestResults(200_000, _make_schedule)
+cached_schedule = NewestResults(100_000, _make_schedule)
 
 
 @contextmanager
@@ -397,7 +397,8 @@ class ConfigurationGroup:
         seconds, fits = self.seconds, self.sizes <= room
         keys = *np.broadcast_to(np.transpose(costs)[::-1, None], (3, *seconds.shape)), seconds
         places = np.flatnonzero(fits)[np.lexsort([key[fits] for key in keys])]
-        for slicing, saving in np.transpose(np.unravel_index(places, fits.shape)).tolist():
+        # One after the other: thousands of groups wait for their turn, and few are asked for all.
+        for slicing, saving in (divmod(int(place), len(costs)) for place in places):
             promise = (float(seconds[slicing, saving]), *costs[saving])
             for varied in (self._varied(name, slicing, saving) for name in range(len(self.names))):
                 if varied.get(choice, self) != value:
