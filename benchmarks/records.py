@@ -169,6 +169,12 @@ SUBJECTS = {
         "--joint",
         (*_PLANNER, "benchmarks/joint_problems.py"),
     ),
+    "plan_lengths": Subject(
+        "how long plans of large models on 8 to 16,384 GPUs take to find, and the memory of that",
+        "plan_search",
+        "--lengths",
+        _PLANNER,
+    ),
     "step_search": Subject("how long the plan of a step takes to find, within memory limits", "plan_search", "--steps"),
     "model_paths": Subject(
         "attention by a model's own code, and a hybrid next to GPipe of PyTorch",
