@@ -74,7 +74,7 @@ class ShardedParameters:
         self._missing: set[int] = set()
         self._started: list[PendingReduction] = []
         self._scale = 1.0
-        self._gather()
+        self.gather()
         for name, parameter in self._named():
             if name in self._trained:
                 parameter.grad_dtype = dtype or parameter.dtype  # in which every slice's gradient is added
@@ -117,17 +117,15 @@ class ShardedParameters:
         self._check_trained()
         self._scale, self._started, self._missing = scale, [], set(self._modules)
         self.publish()
-        self._gather()
+        self.gather()
         for model in self._models.values():
             model.zero_grad()
 
-    def _gather(self) -> None:
+    def gather(self) -> None:
         """Makes all parameters whole. Collective."""
         for modules in self._modules.values():
-            handles = [module.unshard(async_op=True) for module in modules]
-            for handle in handles:
-                if handle is not None:
-                    handle.wait()
+            for handle in filter(None, [module.unshard(async_op=True) for module in modules]):
+                handle.wait()
 
     @torch.no_grad()
     def reduce(self, stage: int) -> None:

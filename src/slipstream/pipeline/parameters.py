@@ -103,13 +103,16 @@ class Parameters:
             return self._masters.whole(name, tensor)
         return tensor
 
-    def publish(self) -> None:
+    def publish(self, evaluates: bool = False) -> None:
         """Copies the optimizer's updates since the last step to the parameters that compute. Collective.
 
-        The optimizer may do more after an evaluation: only the next step ends that.
+        The optimizer may do more after an evaluation: only the next step ends that. Before one, sharded parameters are
+        gathered, as before a step: in forwards, replicas that exchange tokens might gather layers at different times.
         """
         if self._is_stale:
             self._masters.publish()
+        if evaluates and isinstance(self._masters, ShardedParameters):
+            self._masters.gather()
 
     def release(self) -> None:
         """Frees an evaluation's gathered parameters: of sharded parameters only this replica's rows stay."""

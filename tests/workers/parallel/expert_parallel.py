@@ -210,16 +210,21 @@ def state_error(pipe: Pipeline, whole: PreTrainedModel) -> float:
 
 @no_rounding_inside()
 def packed_documents() -> None:
-    """Documents on one replica alone, whose first packed slice runs a token that the others don't run."""
-    pipe, whole = make_pipe(model_of("qwen3_moe"), slices=SLICES, mesh=replicas()), model_of("qwen3_moe")
-    inputs, labels = batch(pipe.num_replicas)
-    documents = torch.zeros_like(inputs)
-    documents[0, 25:], documents[1, 7:] = 1, 1
-    expected = documents_step(whole, inputs, labels, documents)
-    given = own(pipe, documents) if pipe.replica == 0 else None
-    found = float(pipe.step(own(pipe, inputs), own(pipe, labels), document_ids=given))
-    assert abs(found - expected) < BOUND * expected
-    assert wrong_by(pipe, gradients(whole)) < BOUND
+    """Documents on one replica alone, whose first packed slice runs a token that the others don't run; in an evaluation
+    of sharded parameters too."""
+    whole, shards = model_of("qwen3_moe"), (Parallelism(), Parallelism(shard="parameters"))
+    expected = 0.0
+    for parallel in shards:
+        pipe = make_pipe(model_of("qwen3_moe"), slices=SLICES, mesh=replicas(), parallel=parallel)
+        inputs, labels = batch(pipe.num_replicas)
+        documents = torch.zeros_like(inputs)
+        documents[0, 25:], documents[1, 7:] = 1, 1
+        expected = expected or documents_step(whole, inputs, labels, documents)
+        given = own(pipe, documents) if pipe.replica == 0 else None
+        for run in (pipe.evaluate, pipe.step):
+            found = float(run(own(pipe, inputs), own(pipe, labels), document_ids=given))
+            assert abs(found - expected) < BOUND * expected
+        assert wrong_by(pipe, gradients(whole)) < BOUND
 
 
 def documents_step(whole: PreTrainedModel, inputs: Tensor, labels: Tensor, documents: Tensor) -> float:
