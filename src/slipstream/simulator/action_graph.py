@@ -61,8 +61,7 @@ def timed(arrays: ActionArrays, cost: CostModel) -> tuple[ActionGraph, ActionOrd
     ranks, kinds = np.zeros((2, len(different)), np.int64), np.unique(like[sender])
     ranks[:, like[sender]] = arrays.rank[sender], arrays.rank[user]
     sends = [different[kind].with_op(Op.SEND_F if different[kind].op is Op.F else Op.SEND_B) for kind in kinds]
-    goes_on = [send.op is Op.SEND_F for send in sends]
-    lines, of_kind = np.unique([*ranks[:, kinds], goes_on], axis=1, return_inverse=True)
+    lines, of_kind = np.unique([*ranks[:, kinds], [s.op is Op.SEND_F for s in sends]], axis=1, return_inverse=True)
 
     def link(value: Callable[[Action, int, int], float]) -> Floats:
         seconds = np.zeros(len(different))

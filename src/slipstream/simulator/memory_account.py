@@ -137,8 +137,7 @@ class OrderBytes:
             ends[at[kind], :count] += changes[actions]
         ends[at[MemoryKind.MESSAGES], count:] = -self._payloads[numbers[count:]]
         held = np.zeros((len(at), 1))
-        for kind, sizes in zip(_ALWAYS, (self.parameters, self.optimizer, self._pools), strict=True):
-            held[at[kind]] = sizes[rank]
+        held[[*map(at.__getitem__, _ALWAYS)], 0] = self.parameters[rank], self.optimizer[rank], self._pools[rank]
         after = held + np.cumsum((begins + ends)[:, order], axis=1)
         before = np.concatenate([held, after[:, :-1]], axis=1)
 

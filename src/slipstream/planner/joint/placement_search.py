@@ -154,6 +154,7 @@ _RULES = 6  # of list scheduling, for all but the first candidate of each number
 # orders are farther from the best ones.
 _WITHIN_REACH, _WITHIN_REACH_OF_LIMITED = 1.05, 1.1
 _TRIES = 3  # to order a candidate within the memory limit, with less and less room
+_MOST_SLICED = 32  # slicings whose costs are kept: up to a megabyte each
 _EXACT_CUTS = 256  # places to cut for the dynamic program
 
 
@@ -275,6 +276,8 @@ class PlacementSearch:
     def units(self, slices: tuple[int, ...]) -> SlicedUnits:
         """Returns the units' costs on these slices."""
         if slices not in self._sliced:
+            while len(self._sliced) >= _MOST_SLICED:
+                del self._sliced[next(iter(self._sliced))]
             self._sliced[slices] = SlicedUnits(self.problem.costs, slices, self.recompute)
         return self._sliced[slices]
 

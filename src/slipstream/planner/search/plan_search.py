@@ -383,12 +383,11 @@ def _in_digits(num_bytes: float) -> float:
 
 def _smallest(space: PlanSpace) -> list[Configuration]:
     """Returns the configurations of least memory by their bounds, with all ways to save memory that are allowed."""
-    sizes = space.source.microbatch_sizes or (1,)
     slices = space.longest >= space.seq_len and space.options.allows("slicing", "equal-time")
     saving: dict[str, Any] = {
         "recompute": space.source.recomputations[-1:],
         "offload": (0.0, 1.0) if space.source.host else None,
-        "microbatch_size": (min(sizes),),
+        "microbatch_size": (min(space.source.microbatch_sizes or (1,)),),
         "num_slices": (1, 8) if slices else None,
         "slicing": ("equal-time",),
     }
