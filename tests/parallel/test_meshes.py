@@ -93,11 +93,7 @@ CASES = [
         case
         for size, numbers in ((2, random_meshes.OF_TWO), (4, random_meshes.OF_FOUR))
         for case in cases(
-            random_meshes,
-            size,
-            random_meshes.MORE,
-            random_meshes.CASES.keys() - random_meshes.AT_ONCE - random_meshes.MORE,
-            chosen=random_meshes.cases(numbers),
+            random_meshes, size, random_meshes.CASES.keys() - random_meshes.AT_ONCE, chosen=random_meshes.cases(numbers)
         )
     ],
     *cases(zero3, 2, zero3.CASES.keys() - ZERO3),

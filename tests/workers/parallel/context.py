@@ -26,6 +26,7 @@ from slipstream.parallel import RankGroup
 from slipstream.pipeline.execution import step_graphs
 from slipstream.planner.joint import ProfileUnits
 from support import mixtures
+from support.adapters import adapted, lora, pipe_error, whole_gradients
 from support.architectures import (
     ARCHITECTURES,
     BOUND,
@@ -200,6 +201,18 @@ def apart() -> None:
             assert isinstance(after, Tensor)
             assert torch.equal(before[:, end:], after[:, end:]), (name, kind, end)
             assert not torch.equal(before[:, 11:end], after[:, 11:end]), (name, kind, end)
+
+
+def adapters() -> None:
+    """LoRA on attention and on the weights of experts, which see some of a slice's tokens on every rank."""
+    config = lora(
+        target_modules=["q_proj", "v_proj"], target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    )
+    model = adapted(config, "mixtral")
+    _, expected = whole_gradients(model)
+    for kind in KINDS:
+        pipe = make_pipe(copy.deepcopy(model), mesh=make_mesh(cp=2), slices=SLICES, context_exchange=kind)
+        assert pipe_error(pipe, expected) < BOUND, kind
 
 
 def exchanged_bytes() -> None:
@@ -429,7 +442,7 @@ MESHES: dict[str, Callable[[], object]] = {
 }
 OTHERS = by_name(
     *(pairs, routers, what_it_says, apart, exchanged_bytes, gathered_bytes, chosen_exchange, held_context, dropout),
-    *(recorded, given_loss, refused, resumed),
+    *(recorded, given_loss, refused, resumed, adapters),
 )
 TWO |= OTHERS
 CASES = TWO | MESHES

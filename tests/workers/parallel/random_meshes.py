@@ -16,10 +16,8 @@ from slipstream.model.toy import float64_masks, quiet_transformers
 from support.parallel.group_cases import Case, run_cases
 
 # By the number of processes. `make test` has a mesh of two and three of four: ranks that share slices, layers and
-# experts, and experts that two ranks have each; `make test-more` has other pairs of axes, and pipelines. `make
-# exactness` has them all and draws two hundred.
+# experts, and experts that two ranks have each; `make test-more` has the others. `make exactness` draws two hundred.
 AT_ONCE = {"mesh-10", "mesh-17", "mesh-18", "mesh-48"}
-MORE = {"mesh-3", "mesh-42", "mesh-47", "mesh-50", "mesh-55", "mesh-107"}
 OF_TWO = (18, 42, 47, 57, 118, 335)
 OF_FOUR = (10, 17, 48, 3, 11, 15, 31, 39, 50, 51, 55, 60, 107, 113)
 
