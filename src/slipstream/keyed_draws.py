@@ -77,11 +77,9 @@ class EagerDraws:
 
     def seed(self, seed: PlaceSeed) -> None:
         """See `Draws`."""
-        if torch.accelerator.is_available():
-            torch.manual_seed(seed.number)
-        else:
-            # `torch.manual_seed` also notes the call, with the stack, for each kind of device that may be found later.
-            torch.default_generator.manual_seed(seed.number)
+        # `torch.manual_seed` also notes the call, with the stack, for each kind of device that may be found later.
+        set_seed = torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed
+        set_seed(seed.number)
 
     def generator(self, device: torch.device, seed: PlaceSeed) -> torch.Generator:
         """See `Draws`."""

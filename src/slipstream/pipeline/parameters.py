@@ -103,19 +103,24 @@ class Parameters:
             return self._masters.whole(name, tensor)
         return tensor
 
-    def publish(self, evaluates: bool = False) -> None:
+    def publish(self) -> None:
         """Copies the optimizer's updates since the last step to the parameters that compute. Collective.
 
-        The optimizer may do more after an evaluation: only the next step ends that. Before one, sharded parameters are
-        gathered, as before a step: in forwards, replicas that exchange tokens might gather layers at different times.
+        The optimizer may do more after an evaluation: only the next step ends that.
         """
         if self._is_stale:
             self._masters.publish()
-        if evaluates and isinstance(self._masters, ShardedParameters):
+
+    def gather(self) -> None:
+        """Makes sharded parameters whole for an evaluation, as they are for a step. Collective.
+
+        In their forwards, replicas that exchange tokens might gather layers at different times.
+        """
+        if isinstance(self._masters, ShardedParameters):
             self._masters.gather()
 
     def release(self) -> None:
-        """Frees an evaluation's gathered parameters: of sharded parameters only this replica's rows stay."""
+        """Frees what `gather` made: of sharded parameters only this replica's rows stay."""
         if isinstance(self._masters, ShardedParameters):
             self._masters.publish()
 

@@ -347,7 +347,8 @@ class PipelineRuntime:
         """Returns the batch as an evaluation cuts it; where it needs no targets, also one in which none counts.
         Collective. `plan` is for sequences of different lengths alone."""
         batch = self._cut(whole, plan, needs_targets)
-        self.parameters.publish(evaluates=True)
+        self.parameters.publish()
+        self.parameters.gather()
         return batch
 
     def run_forward(self, batch: SplitBatch, num_targets: float | None = None) -> Tensor:
