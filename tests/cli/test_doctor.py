@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from slipstream.extras.doctor.examination import find_folder
 from support.forked import COMMAND, SHOWS_GPU, run_alone, slipstream_command
 from support.timeouts import LIMIT
 
@@ -34,21 +34,26 @@ def test_it_says_what_this_machine_can_do(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_json_has_the_same(tmp_path: Path) -> None:
+def test_json_has_the_same_and_what_the_environment_says_of_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How their memory is given out, by the variable that PyTorch reads of the two, and one that it can't use."""
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho NVIDIA H100 80GB HBM3\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     findings = found("--folder", tmp_path)
     assert findings["gloo"] == {"topic": "gloo", "text": "available", "problem": None, "advice": None}
     products = [each["text"] for topic, each in findings.items() if topic.startswith("matrix product")]
     assert products
     assert all("FLOP/s" in text for text in products)
     assert "written at" in findings["folder"]["text"]
-
-
-def test_it_says_how_gpus_memory_is_given_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The variable that PyTorch reads, of the two."""
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    found_here = found("--folder", tmp_path)["GPU allocator"]
-    assert found_here["text"] == "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+    assert findings["GPU allocator"]["text"] == "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+    if torch.version.cuda is None:
+        assert findings["GPU"]["text"] == "nvidia-smi sees NVIDIA H100 80GB HBM3, but PyTorch can't use it"
+        assert "pip install" in findings["GPU"]["advice"]
 
 
 def test_a_folder_that_cant_be_written_to_is_a_failure(tmp_path: Path) -> None:
@@ -56,9 +61,9 @@ def test_a_folder_that_cant_be_written_to_is_a_failure(tmp_path: Path) -> None:
     assert "couldn't be written to /proc" in finding["problem"]
     assert "training.output" in finding["problem"]
     (tmp_path / "runs").write_text("")
-    finding = found("--folder", tmp_path / "runs", code=1)["folder"]
-    assert finding["text"] == f"{tmp_path / 'runs'}: {tmp_path / 'runs'} is a file"
-    assert "--folder=FOLDER" in finding["problem"]
+    (other,) = find_folder(tmp_path / "runs")
+    assert other.text == f"{tmp_path / 'runs'}: {tmp_path / 'runs'} is a file"
+    assert "--folder=FOLDER" in str(other.problem)
 
 
 def test_a_torch_that_cant_be_imported_is_a_failure(tmp_path: Path) -> None:
@@ -72,29 +77,23 @@ def test_a_torch_that_cant_be_imported_is_a_failure(tmp_path: Path) -> None:
     assert "Traceback" not in ended.stdout + ended.stderr
 
 
-@pytest.mark.skipif(torch.version.cuda is not None, reason="needs a CPU build of PyTorch")
-def test_a_gpu_that_pytorch_cant_use_is_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    smi = tmp_path / "nvidia-smi"
-    smi.write_text("#!/bin/sh\necho NVIDIA H100 80GB HBM3\n")
-    smi.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    finding = found("--folder", tmp_path)["GPU"]
-    assert finding["text"] == "nvidia-smi sees NVIDIA H100 80GB HBM3, but PyTorch can't use it"
-    assert "pip install" in finding["advice"]
+# The command in a namespace whose loopback interface is down.
+NO_LOOPBACK = """
+import ctypes, sys
+from slipstream.cli import main
+NEW_NETWORK, NEW_USER = 0x40000000, 0x10000000
+if ctypes.CDLL(None).unshare(NEW_USER | NEW_NETWORK) != 0:
+    sys.exit("no namespace")
+main()
+"""
 
 
-def _has_no_loopback() -> list[str] | None:
-    """A command before another one, which then runs in a namespace whose loopback interface is down."""
-    command = ["unshare", "--net", "--map-root-user"]
-    able = shutil.which("unshare") and subprocess.run([*command, "true"], capture_output=True).returncode == 0
-    return command if able else None
-
-
-@pytest.mark.more
-@pytest.mark.skipif(_has_no_loopback() is None, reason="needs network namespaces")
+@pytest.mark.skipif(sys.platform != "linux", reason="has no namespaces")
 def test_no_loopback_is_a_failure(tmp_path: Path) -> None:
-    command = [*(_has_no_loopback() or []), sys.executable, "-m", "slipstream", "doctor", "--folder", str(tmp_path)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
+    (tmp_path / "program.py").write_text(NO_LOOPBACK)
+    ended = run_alone(tmp_path / "program.py", "doctor", "--folder", tmp_path)
+    if ended.stderr == "no namespace\n":
+        pytest.skip("needs network namespaces")
     assert ended.returncode == 1, ended.stdout + ended.stderr
     assert "no store answers at 127.0.0.1" in ended.stdout
     assert "ip link set lo up" in ended.stdout

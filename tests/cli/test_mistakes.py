@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -22,6 +21,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress
 from slipstream.train.config import Config
 from slipstream.train.data.tokenised_text import train_tokenizer
+from support.forked import slipstream_command
 from support.timeouts import LIMIT
 from support.tiny_training import tiny_llama
 
@@ -272,24 +272,11 @@ def typed(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
 # Of these, one of each command, everything is real: the process, its exit code and what it writes. Two are found by the
 # command line's parser, two by what it calls.
 REALLY_TYPED = [
-    ["train", "config.yaml", "--pipeline.slices=[16,17]"],
-    ["plan", "model", "h100-dgx", "--seqlen=32"],
-    ["profile", "model", "--seq-len=4k"],
-    ["timeline", "1f1p"],
+    "train config.yaml --pipeline.slices=[16,17]",
+    "plan model h100-dgx --seqlen=32",
+    "profile model --seq-len=4k",
+    "timeline 1f1p",
 ]
-
-
-@pytest.fixture(scope="module")
-def answers(place: Path) -> dict[str, subprocess.CompletedProcess[str]]:
-    """What each of them answers: all run at the same time."""
-
-    def run(words: list[str]) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "slipstream", *words], cwd=place, capture_output=True, text=True, timeout=LIMIT
-        )
-
-    with ThreadPoolExecutor() as pool:
-        return dict(zip(map(" ".join, REALLY_TYPED), pool.map(run, REALLY_TYPED), strict=True))
 
 
 def test_there_are_over_eighty_mistakes() -> None:
@@ -346,9 +333,10 @@ def test_a_command(typed: Typed, command: str, words: list[str]) -> None:
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("command", [" ".join(words) for words in REALLY_TYPED])
-def test_a_command_in_a_process(answers: dict[str, subprocess.CompletedProcess[str]], command: str) -> None:
-    answer = answers[command]
+@pytest.mark.parametrize("command", REALLY_TYPED)
+def test_a_command_in_a_process(place: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    monkeypatch.chdir(place)
+    answer = slipstream_command(*command.split())
     settings = [(f"train config.yaml {setting}", words) for setting, words in SETTINGS]
     words = dict([*settings, *COMMANDS])[command]
     assert answer.returncode == 2

@@ -27,7 +27,7 @@ from slipstream.profile import ProfileSettings, profile_model
 from slipstream.profile.cost_cache import CostCache
 from slipstream.schedule import COMMUNICATION, Schedule
 from slipstream.train.config import load_config
-from slipstream.units import count_text, seconds_text
+from slipstream.units import bytes_text, count_text, seconds_text
 from support.architectures import ARCHITECTURES, llama
 from support.forked import slipstream_command
 from support.hand_made_plan import MODEL, make_plan
@@ -310,18 +310,34 @@ def train(num_processes: int, plan: Path) -> None:
 QUICK: dict[str, Any] = {"seq_len": SEQ_LEN, "longest_slice": SEQ_LEN, "granularity": 32, "repeats": 2, "budget": 5.0}
 
 
-def measure(model: Path, *more: str) -> Path:
-    """Measures by the command; returns the profile's file."""
+def measure(model: Path, *more: str) -> tuple[Path, list[str]]:
+    """Measures by the command; returns the profile's file, and the lines that were said."""
     file = model.with_name("profile.json")
     settings = [f"--{name.replace('_', '-')}={value}" for name, value in QUICK.items()]
     ended = slipstream_command("profile", model, "--output", file, "--device=cpu", *settings, *more)
     assert ended.returncode == 0, ended.stderr
-    return file
+    return file, ended.stdout.splitlines()
 
 
 @pytest.mark.more
-def test_a_plan_from_a_profile_is_trained(model: Path, tmp_path: Path) -> None:
-    measured, settings, output = measure(model), tmp_path / "model.yaml", tmp_path / "plan.yaml"
+def test_a_model_is_measured_and_a_plan_from_that_is_trained(model: Path, tmp_path: Path) -> None:
+    """Its parts and the link between two processes, which is real."""
+    (measured, said), settings, output = measure(model), tmp_path / "model.yaml", tmp_path / "plan.yaml"
+    profile, told = load_profile(measured), " ".join(" ".join(said).split())
+    assert said[-1] == f"wrote {measured}"
+    for part in ("stage", "layer", "embedding", "head", "error at points", "link (gloo): latency"):
+        assert part in told, said
+    assert (profile.seq_len, profile.dtype, profile.hardware.processes) == (SEQ_LEN, "float32", 2)
+    assert profile.link is not None
+    assert profile.link.bandwidth == profile.cost([1, 3], [32, 32]).bandwidth > 0
+    sizes, seconds = zip(*profile.link.handling, strict=True)
+    assert max(sizes) == 4 * 2**20
+    assert min(seconds) >= 0 < max(seconds)  # four megabytes take more than a measurement's noise
+    assert "a message of 1.05 MB keeps" in told
+    sums = profile.link.sum_bandwidth or 0
+    assert sums > 0
+    assert f"sums of gradients: each rank passes on {bytes_text(sums)}/s" in told
+
     settings.write_text(yaml.safe_dump({"model": {"config": llama().to_diff_dict()}}))
     planned = slipstream_command(
         *("plan", settings, measured, f"--seq-len={SEQ_LEN}", "--global-batch=2", "--output", output),
@@ -343,7 +359,7 @@ def test_what_ranks_measured_together_is_planned_for_as_many(tmp_path: Path) -> 
     """Two processes that share every slice and have half of the experts each."""
     mixture = ARCHITECTURES["gpt_oss"]
     mixture.save_pretrained(tmp_path / "model")
-    file = measure(tmp_path / "model", "--ranks=1", "--cp=2", "--ep=2")
+    file, _ = measure(tmp_path / "model", "--ranks=1", "--cp=2", "--ep=2")
     profile = load_profile(file)
     assert profile.degrees == Degrees(context=2, experts=2)._replace(exchange="auto")
     assert profile.hardware.processes == 2
@@ -363,7 +379,8 @@ def test_a_cut_and_an_order_that_were_found_are_trained_as_they_are(
     """By two processes: the cut in halves, the slices and the order of the plan are those of the run."""
     settings, output = tmp_path / "model.yaml", tmp_path / "plan.yaml"
     settings.write_text(yaml.safe_dump({"model": {"config": llama().to_diff_dict()}}))
-    cluster.write_text(yaml.safe_dump(CLUSTER | {"num_nodes": 1}))
+    device = CLUSTER["device"] | {"kernel_seconds": 1e-5}  # so that few slices are best, which are soon searched
+    cluster.write_text(yaml.safe_dump(CLUSTER | {"num_nodes": 1, "device": device}))
     degrees = {"pipeline_parallel": "2", "schedule": "auto", "recompute": "none", "offload": "0"}
     written = plan_file(settings, cluster, output, **degrees, global_batch=1, vocabulary=vocabulary)["pipeline"]
     assert written.get("vocabulary", "whole") == vocabulary
@@ -374,6 +391,7 @@ def test_a_cut_and_an_order_that_were_found_are_trained_as_they_are(
     assert order.spreads_vocabulary == (vocabulary == "spread")
     assert order.spreads_vocabulary or any(layers != int(layers) for layers in written["partition"])
     assert len(written["partition"]) == order.num_stages
+    assert len(written["slices"]) > 1
     train(2, output)
     used = load_config(tmp_path / "run" / "config.yaml")
     assert (used.pipeline.slices, used.pipeline.partition) == (written["slices"], written["partition"])

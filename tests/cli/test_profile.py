@@ -11,39 +11,14 @@ import slipstream
 from slipstream.cli.profile import profile as command
 from slipstream.cost import StageParts, load_profile
 from slipstream.errors import SlipstreamError
-from slipstream.units import bytes_text
 from support.architectures import VOCABULARY, llama
 from support.forked import slipstream_command
-
-QUICK = ("--seq-len=16", "--repeats=2", "--longest-slice=8", "--granularity=4", "--budget=20")
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     llama().save_pretrained(tmp_path / "model")
     return tmp_path / "model"
-
-
-@pytest.mark.more
-def test_a_model_folder(model: Path, tmp_path: Path) -> None:
-    output = tmp_path / "profile.json"
-    result = slipstream_command("profile", model, *QUICK, "--output", output)
-    assert result.returncode == 0, result.stderr
-    for part in ("stage", "layer", "embedding", "head", "error at points", "link (gloo): latency"):
-        assert part in " ".join(result.stdout.split()), result.stdout
-    assert result.stdout.splitlines()[-1] == f"wrote {output}"
-    profile = load_profile(output)
-    assert (profile.seq_len, profile.dtype, profile.hardware.processes) == (16, "float32", 2)
-    assert profile.link is not None
-    assert profile.link.bandwidth > 0
-    assert (profile.link.sum_bandwidth or 0) > 0
-    sizes, seconds = zip(*profile.link.handling, strict=True)
-    assert max(sizes) == 4 * 2**20
-    assert min(seconds) >= 0 < max(seconds)  # four megabytes take more than a measurement's noise
-    assert "a message of 1.05 MB keeps" in " ".join(result.stdout.split())
-    assert f"sums of gradients: each rank passes on {bytes_text(profile.link.sum_bandwidth or 0)}/s" in result.stdout
-    cost = profile.cost([1, 3], [8, 8])
-    assert cost.bandwidth == profile.link.bandwidth
 
 
 @pytest.mark.more

@@ -8,11 +8,9 @@ import logging
 import os
 import pty
 import re
+import select
 import struct
-import subprocess
-import sys
 import termios
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -25,7 +23,7 @@ from slipstream.cli import app
 from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress
 from slipstream.terminal import LEVELS, Level, at_level, log_details, make_console, shows
-from support.forked import slipstream_command
+from support.forked import COMMAND, ForkedProgram, slipstream_command
 from support.tiny_training import tiny_llama
 
 CONFIG = {
@@ -38,43 +36,36 @@ FIGURES = ["loss 2.345", "12,345 tokens/s", "norm 1.23", "lr 0.0003", "MFU 41%",
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
-def _in_a_terminal(command: list[str], folder: Path) -> str:
-    """Returns what a command writes to a terminal of 80 columns."""
+def _in_a_terminal(folder: Path, *arguments: str | Path) -> str:
+    """Returns what `slipstream` writes to a terminal of 80 columns."""
     leader, follower = pty.openpty()
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
-    with subprocess.Popen(
-        command, cwd=folder, stdout=follower, stderr=follower, stdin=follower, env=environment | {"TERM": "xterm"}
-    ) as process:
-        os.close(follower)
-        said = b""
-        while chunk := _read(leader):
-            said += chunk
-    os.close(leader)
+    for name in ("stdout", "stderr"):
+        (folder / name).symlink_to(os.ttyname(follower))
+    process = ForkedProgram(folder, COMMAND, *arguments)
+    said = b""
+    while process.returncode is None or select.select([leader], [], [], 0)[0]:
+        if select.select([leader], [], [], 0.1)[0]:
+            said += os.read(leader, 65536)
+    for each in (leader, follower):
+        os.close(each)
     assert process.returncode == 0, said.decode()
     return said.decode()
 
 
-def _read(leader: int) -> bytes:
-    try:
-        return os.read(leader, 65536)
-    except OSError:  # Linux's end of a terminal
-        return b""
-
-
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """What the same run says on a terminal and in a file, at the same time."""
+    """What the same run says on a terminal and in a file."""
     folder = tmp_path_factory.mktemp("terminal")
     (folder / "book.txt").write_text("some words to learn from. " * 400)
     config = folder / "config.yaml"
     config.write_text(yaml.safe_dump(CONFIG | {"data": {"files": [str(folder / "book.txt")]}}))
-    train = [sys.executable, "-m", "slipstream", "train", "config.yaml"]
-    with ThreadPoolExecutor() as pool:
-        shown = pool.submit(_in_a_terminal, [*train, "--training.output=shown"], folder)
-        piped = slipstream_command("train", config, f"--training.output={folder / 'piped'}")
-        assert piped.returncode == 0, piped.stderr
-        return shown.result(), piped.stdout + piped.stderr
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TERM", "xterm")
+        shown = _in_a_terminal(folder, "train", config, f"--training.output={folder / 'shown'}")
+    piped = slipstream_command("train", config, f"--training.output={folder / 'piped'}")
+    assert piped.returncode == 0, piped.stderr
+    return shown, piped.stdout + piped.stderr
 
 
 @pytest.mark.more

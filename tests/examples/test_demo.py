@@ -32,9 +32,9 @@ def demo(output: RunFolder, *settings: str) -> dict[str, Any]:
 
 @pytest.mark.more
 def test_the_first_steps_of_the_demo(tmp_path: Path) -> None:
-    steps = ["--training.steps=12", "--training.single_process_steps=2", "--optimizer.warmup_steps=4"]
-    last = demo(RunFolder(tmp_path / "demo"), *steps, "--training.eval_batches=4")
-    assert last["step"] == 12
+    steps = ["--training.steps=3", "--training.single_process_steps=1", "--optimizer.warmup_steps=1"]
+    last = demo(RunFolder(tmp_path / "demo"), *steps, "--training.eval_batches=1", "--sample.max_new_tokens=8")
+    assert last["step"] == 3
     assert last["validation_loss"] > 0
 
 

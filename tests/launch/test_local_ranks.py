@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -74,11 +74,11 @@ else:
 """
 
 
-def in_both_ways(*cases: tuple[Any, ...], anew: Container[object]) -> list[ParameterSet]:
-    """Each case with ranks that a fork server starts, and with new processes, which import torch: `make exactness` runs
-    those of which `anew` doesn't have the first value."""
+def in_both_ways(*cases: tuple[Any, ...]) -> list[ParameterSet]:
+    """Each case with ranks that a fork server starts, and, for `make exactness`, with new processes, which import
+    torch."""
     return [pytest.param("forked", *case) for case in cases] + [
-        pytest.param("anew", *case, marks=pytest.mark.more if case[0] in anew else pytest.mark.grid) for case in cases
+        pytest.param("anew", *case, marks=pytest.mark.grid) for case in cases
     ]
 
 
@@ -139,7 +139,6 @@ def alive(pid: int) -> bool:
         ("raise", "RuntimeError: the first cause"),
         ("user", "slipstream.errors.SlipstreamError: what to put right"),
         ("exit", "rank 1 ended with exit code 3; the other ranks were stopped"),
-        anew=(),
     ),
 )
 def test_the_first_cause_is_told(launcher: Path, tmp_path: Path, how: str, end: str, last: str) -> None:
@@ -154,9 +153,7 @@ def test_the_first_cause_is_told(launcher: Path, tmp_path: Path, how: str, end: 
         assert ended.stderr == ""
 
 
-@pytest.mark.parametrize(
-    ("how", "victim"), [*in_both_ways((1,), anew=[1]), pytest.param("forked", 0, marks=pytest.mark.more)]
-)
+@pytest.mark.parametrize(("how", "victim"), [*in_both_ways((1,)), pytest.param("forked", 0, marks=pytest.mark.more)])
 def test_a_killed_rank_ends_the_other_and_is_named(waiting: ForkedProgram, tmp_path: Path, victim: int) -> None:
     pids = rank_pids(tmp_path)
     os.kill(pids[victim], signal.SIGKILL)
@@ -167,7 +164,7 @@ def test_a_killed_rank_ends_the_other_and_is_named(waiting: ForkedProgram, tmp_p
     assert_gone(pids, seconds=0)
 
 
-@pytest.mark.parametrize(("how", "name"), in_both_ways(("SIGINT",), ("SIGTERM",), ("SIGKILL",), anew=["SIGKILL"]))
+@pytest.mark.parametrize(("how", "name"), in_both_ways(("SIGINT",), ("SIGTERM",), ("SIGKILL",)))
 def test_the_ranks_end_with_their_launcher(waiting: ForkedProgram, tmp_path: Path, name: str) -> None:
     pids = rank_pids(tmp_path)
     connections = [each for pid in (waiting.pid, *pids) for each in psutil.Process(pid).net_connections()]
@@ -290,15 +287,20 @@ if __name__ == "__main__":
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems can't end a process with its parent")
+@pytest.mark.parametrize("is_rank", [True, False], ids=["rank", "launcher"])
 @pytest.mark.parametrize("how", ["forked", "anew"])
-def test_ranks_that_still_import_end_with_their_launcher(launcher: Path, tmp_path: Path, how: str) -> None:
+def test_ranks_that_still_import_end_with_each_other_and_their_launcher(
+    launcher: Path, tmp_path: Path, how: str, is_rank: bool
+) -> None:
     """An import may hold the interpreter for seconds, in which no thread of it looks for the parent."""
     (tmp_path / "rank.py").write_text(HOLDS_THE_INTERPRETER)
     parent = ForkedProgram(tmp_path, launcher, how, tmp_path)
     pids = rank_pids(tmp_path)
-    parent.send_signal(signal.SIGKILL)
-    parent.communicate()
+    os.kill(pids[1] if is_rank else parent.pid, signal.SIGKILL)
+    _, errors = parent.communicate(timeout=SOON)
     assert_gone(pids, seconds=SOON)  # less than an import
+    if is_rank:
+        assert errors.strip().endswith("rank 1 was ended by SIGKILL; the other ranks were stopped")
 
 
 SAYS_WHERE_IT_IS = """

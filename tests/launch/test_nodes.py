@@ -175,16 +175,23 @@ def slurm_variables(rank: int, num_nodes: int) -> dict[str, str]:
 
 
 @pytest.mark.more
-def test_two_nodes_train_like_one(network: Network, config: Path, on_one_host: list[float]) -> None:
-    meeting = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=node0:{PORT}", "--rdzv-id=1"]
-    command = [*TORCHRUN, *meeting, "-m", "slipstream", "train", str(config)]
+def test_two_nodes_train_like_one_and_again_where_a_rank_is_killed(
+    network: Network, config: Path, on_one_host: list[float]
+) -> None:
+    """As it saves its second step; torchrun starts both ranks again."""
+    meeting = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=node0:{PORT}", "--rdzv-id=1", "--max-restarts=1"]
+    killed = [str(WORKERS / "training/killed_at.py"), "0", "slipstream.checkpoint.background_save", "Manifest.write"]
+    saved = ["--checkpoint.every=1", "--checkpoint.resume=latest"]
+    command = [*TORCHRUN, *meeting, *killed, "2", "train", str(config), *saved]
     results = network.run([command, command])
     assert [result.returncode for result in results] == [0, 0], results[0].stderr + results[1].stderr
+    assert "exitcode: -9" in results[0].stderr + results[1].stderr
     said = "".join(result.stdout for result in results)
     assert (
         "all ranks connected: rank 0 (node0), rank 1 (node1)" in said
         or "all ranks connected: rank 0 (node1), rank 1 (node0)" in said
     )
+    assert "resumed after step 1" in said
     assert losses_in(config.parent / "output") == on_one_host
 
 
@@ -197,22 +204,35 @@ def test_slurm_tasks_train_like_local_ranks(network: Network, config: Path, on_o
 
 
 @pytest.mark.more
-def test_other_code_and_settings_are_told_on_every_rank(network: Network, config: Path, tmp_path: Path) -> None:
+def test_other_code_is_told_on_every_rank(network: Network, tmp_path: Path) -> None:
     """Of Slurm's tasks this time, without torchrun."""
-    package = Path(slipstream.__file__).parent
-    shutil.copytree(package, tmp_path / "other" / "slipstream", ignore=shutil.ignore_patterns("__pycache__"))
-    with (tmp_path / "other" / "slipstream" / "errors.py").open("a") as file:
+    package, other = Path(slipstream.__file__).parent, tmp_path / "other" / "slipstream"
+    shutil.copytree(package, other, ignore=shutil.ignore_patterns("__pycache__"))
+    with (other / "errors.py").open("a") as file:
         file.write("# a change\n")
-    commands = [[*TRAIN, str(config), f"--training.steps={steps}"] for steps in (4, 5)]
     tasks = [slurm_variables(rank, 2) for rank in range(2)]
-    results = network.run(commands, [tasks[0], tasks[1] | {"PYTHONPATH": str(tmp_path / "other")}])
-    for result in results:
-        assert result.returncode != 0
-        assert "training.steps: 4 on rank 0 (node0); 5 on rank 1 (node1)" in result.stderr
-        hashes = [hash_sources(folder) for folder in (package, tmp_path / "other" / "slipstream")]
+    hashes = [hash_sources(folder) for folder in (package, other)]
+    for result in network.run([WORKER] * 2, [tasks[0], tasks[1] | {"PYTHONPATH": str(other.parent)}]):
+        assert result.returncode == 1
         assert (
             f"slipstream's source files: {hashes[0]} on rank 0 (node0); {hashes[1]} on rank 1 (node1)" in result.stderr
         )
+
+
+STEPS_OF_ITS_OWN = """
+import os, sys
+from slipstream.cli import main
+sys.argv.append(f"--training.steps={4 + int(os.environ['RANK'])}")
+main()
+"""
+
+
+def test_other_settings_are_told_on_every_rank(config: Path, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(STEPS_OF_ITS_OWN)
+    ended = launch(2, tmp_path / "program.py", "train", config)
+    assert ended.returncode == 2
+    here = re.escape(socket.gethostname())
+    assert re.search(rf"training.steps: 4 on rank 0 \({here}\); 5 on rank 1 \({here}\)", ended.stderr)
     assert not (tmp_path / "output").exists()
 
 

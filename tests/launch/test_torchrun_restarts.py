@@ -10,7 +10,6 @@ import pytest
 import yaml
 
 from support.forked import COMMAND, launch
-from support.parameters import first_of
 from support.paths import ROOT, WORKERS, with_path
 from support.timeouts import LIMIT
 from support.tiny_training import tiny_llama
@@ -89,8 +88,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return weights(config.parent)
 
 
-@pytest.mark.more
-@pytest.mark.parametrize("moment", first_of(MOMENTS, others="grid"))
+@pytest.mark.grid
+@pytest.mark.parametrize("moment", MOMENTS)
 def test_a_killed_rank_and_torchrun(tmp_path: Path, undisturbed: bytes, moment: str) -> None:
     module, name, at, rank = MOMENTS[moment]
     config = write_config(tmp_path / "run")

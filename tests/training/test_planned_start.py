@@ -125,7 +125,7 @@ def test_a_checkpoint_carries_the_plan_and_what_is_computed_again(recompute: Any
     assert (chosen["partition"], chosen["recompute"], chosen["slices"]) == ([1, 3], recompute, [5, 3])
 
 
-def test_what_was_chosen_is_for_sequences_of_its_length() -> None:
+def test_what_was_chosen_is_for_sequences_and_stages_like_its_own() -> None:
     config = parse_config(SETTINGS)
     chosen = {"schedule": str(make_schedule("1f1b", 2, 1, 2)), "slices": [40, 24], "partition": [1, 3], "recompute": 1}
     chosen["degrees"] = Degrees(exchange="keys")
@@ -135,6 +135,10 @@ def test_what_was_chosen_is_for_sequences_of_its_length() -> None:
     assert chosen_settings(config, chosen | {"slices": [40, 8]}) == {}
     others = chosen_settings(config, chosen | {"degrees": Degrees(context=2, exchange="keys")})
     assert "parallel" not in others
+    for schedule, stages_per_rank in (("auto", 1), ("auto-v", 2)):
+        pipeline = {"schedule": schedule, "slices": [40, 24], "stages_per_rank": stages_per_rank}
+        found = chosen_settings(parse_config(with_section(pipeline=pipeline)), chosen)
+        assert ("schedule" in found) == (schedule == "auto")
 
 
 def train(

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from slipstream.errors import SlipstreamError
-from slipstream.launch import connect_ranks
+from slipstream.launch import connect_ranks, describe_process
 from slipstream.launch.local_ranks import is_task, torchrun_variables
 
 
@@ -17,7 +17,7 @@ def main() -> None:
     if is_task(os.environ):
         os.environ.update(torchrun_variables(os.environ))
     try:
-        meeting = connect_ranks({"steps": os.environ.get("STEPS", "10")})
+        meeting = connect_ranks(describe_process({}, "cpu", {}))
     except SlipstreamError as error:
         sys.exit(f"error: {error}")
     dist.init_process_group("gloo", store=meeting.store, rank=meeting.place.rank, world_size=meeting.place.world_size)
