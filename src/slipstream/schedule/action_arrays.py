@@ -175,7 +175,7 @@ class ActionArrays(ActionRows):
         places = np.transpose(np.unravel_index(different, shape)).tolist()
         return [Action(OPS[op], *place) for op, *place in places], like
 
-    def each(self, value: Callable[[Action], float], among: Flags | None = None) -> Floats:
+    def each(self, value: Callable[[Action], float], among: Flags | Ints | slice | None = None) -> Floats:
         """Returns the value of every action, or of those in `among`, computed once for those that only differ in a
         microbatch like others."""
         different, like = self.kinds

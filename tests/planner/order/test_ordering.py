@@ -113,9 +113,9 @@ def test_compiled_simulator_is_the_simulator(seed: int, latency: float, bandwidt
     graph = problem.graph(split)
     start = start_times(graph, order)
     assert problem.schedule(order, split) == schedule
-    assert {span.action: span.start for span in timeline.spans} == {
-        span.action: start[problem.number(span.action)] for span in timeline.spans
-    }
+    actions = zip(schedule.actions, order.by_rank(), strict=True)
+    starts = {action: start[number] for row, numbers in actions for action, number in zip(row, numbers, strict=True)}
+    assert {span.action: span.start for span in timeline.spans} == starts
     assert makespan(graph, start) == timeline.makespan
     peaks = [peak(graph, order, rank) for rank in range(small.num_ranks)]
     assert peaks == pytest.approx(timeline.peak_memory, abs=1e-12)

@@ -16,10 +16,10 @@ from slipstream.cost import OPS, partition_of
 from slipstream.errors import SlipstreamError
 from slipstream.planner.joint.problem import Candidate, JointPlan, JointProblem, moved_cuts, steepest_descent
 from slipstream.planner.joint.unit_costs import SlicedUnits
-from slipstream.planner.order.list_scheduling import ListScheduler, PriorityRule, alone_starts
+from slipstream.planner.order.list_scheduling import ListScheduler, PriorityRule
 from slipstream.planner.order.makespan_bounds import rank_bounds
 from slipstream.planner.order.order_search import find_order, step_lower_bound
-from slipstream.planner.order.ordering_problem import StepActions, UnitTimes
+from slipstream.planner.order.ordering_problem import ROUNDING, StepActions, UnitTimes
 from slipstream.planner.slicing import equal_time_slices, slice_tokens
 from slipstream.schedule import Op, Schedule
 from slipstream.schedule.action_arrays import ActionArrays
@@ -95,8 +95,7 @@ class QuickOrder:
 
     def __init__(self, placement: tuple[int, ...], num_microbatches: int, num_slices: int, split: bool) -> None:
         self._actions = StepActions(placement, (num_slices,) * num_microbatches)
-        self._one = StepActions(placement, (num_slices,))
-        self._split, self._shape = split, (len(placement), num_microbatches, num_slices)
+        self._split = split
         lags = (0.0, 0.5, 1.0, 2.0) if num_microbatches > 1 else (0.0,)
         names = self._actions.splittings(split)
         grid = product(names, lags, (-1.0, 0.0, 0.25, 0.5, 1.0, 2.0), (0.0, 0.5, 1.0))
@@ -120,29 +119,15 @@ class QuickOrder:
         held = units.stage_activations(bounds)
         if room is not None and (np.bincount(self._actions.placement, held.sum(axis=1)) > room).any():
             return dict.fromkeys(rules or self.rules, np.inf)
-        stages, microbatches, slices = self._shape
-        times = {op: units.stage_seconds(op, bounds) for op in OPS}
-        limits = np.full(self._actions.num_ranks, np.inf) if room is None else room
-        one, every = (self._times(units, bounds, times, held, count) for count in (1, microbatches))
-        lone = self._one.graph_of(one, limits, np.full(self._one.num_units, self._split))
-        alone = alone_starts(lone, self._one.microbatch, 1).reshape(3, stages, 1, slices)
-        scheduler = ListScheduler(
-            self._actions,
-            every,
-            limits,
-            self._split,
-            alone=np.broadcast_to(alone, (3, *self._shape)).ravel(),
-            period=float((times[Op.F] + times[Op.B]).sum(axis=1).max()),
-        )
-        return {rule: scheduler.place(rule).seconds for rule in rules or self.rules}
-
-    def _times(
-        self, units: SlicedUnits, bounds: tuple[int, ...], times: dict[Op, Floats], held: Floats, number: int
-    ) -> UnitTimes:
-        """Returns the costs of so many microbatches, whose messages don't wait for each other."""
+        times, number = {op: units.stage_seconds(op, bounds) for op in OPS}, self._actions.num_microbatches
+        limits = np.full(self._actions.num_ranks, np.inf) if room is None else room * (1 + ROUNDING)
         seconds = {op: np.tile(unit_times, number) for op, unit_times in times.items()}
         travels = np.tile(units.message_seconds, number)
-        return UnitTimes.of_slices(seconds, (travels, 0 * travels), np.tile(held, number), units.frozen_stages(bounds))
+        # Messages don't wait for each other.
+        costs = UnitTimes.of_slices(seconds, (travels, 0 * travels), np.tile(held, number), units.frozen_stages(bounds))
+        period = float((times[Op.F] + times[Op.B]).sum(axis=1).max())
+        scheduler = ListScheduler(self._actions, costs, limits, self._split, period=period)
+        return {rule: scheduler.place(rule).seconds for rule in rules or self.rules}
 
 
 _COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)  # slices to start from

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from slipstream.array_types import Flags, Floats, Ints
-from slipstream.numba_jit import compiled
+from slipstream.numba_jit import compiled, compiled_in_place
 from slipstream.simulator.action_graph import ActionGraph, ActionOrder
 from slipstream.simulator.time_kernel import makespan, peak, start_times
 
@@ -30,7 +30,7 @@ def anneal(
     size = 3 * num_units
     # Always copied: numba takes long to compile an assignment to a whole array.
     best_order, best_split = order, split
-    order, split = _copy(order), split.copy()
+    order, split = ActionOrder(order.rows.copy(), order.lengths.copy()), split.copy()
     start = start_times(graph, order)
     now = best = makespan(graph, start)
     position = np.zeros(size, np.int64)
@@ -58,7 +58,8 @@ def anneal(
         if value <= now + threshold:
             now, start = value, trial
             if now < best * (1 - 1e-12):
-                best, best_order, best_split = now, _copy(order), split.copy()
+                best, best_split = now, split.copy()
+                best_order = ActionOrder(order.rows.copy(), order.lengths.copy())
         else:
             _move(order, rank, target, source, unit + 2 * num_units)
             if flips:
@@ -66,12 +67,7 @@ def anneal(
     return best, best_order, best_split
 
 
-@compiled
-def _copy(order: ActionOrder) -> ActionOrder:
-    return ActionOrder(order.rows.copy(), order.lengths.copy())
-
-
-@compiled
+@compiled_in_place
 def _proposal(graph: ActionGraph, order: ActionOrder, split: Flags, late: int, at: int) -> tuple[int, int]:
     """Returns the move to try as (from, to) places of the rank's row, where `late` is at `at`.
 
@@ -89,7 +85,7 @@ def _proposal(graph: ActionGraph, order: ActionOrder, split: Flags, late: int, a
     return at, max(at - 1 - np.random.randint(_FARTHEST), 0)
 
 
-@compiled
+@compiled_in_place
 def _flip(graph: ActionGraph, split: Flags, unit: int, times: Floats) -> None:
     """Splits the unit's backward, or merges it."""
     num_units = len(split)
@@ -100,7 +96,7 @@ def _flip(graph: ActionGraph, split: Flags, unit: int, times: Floats) -> None:
     graph.released[back], graph.released[weight] = graph.released[weight], graph.released[back]
 
 
-@compiled
+@compiled_in_place
 def _move(order: ActionOrder, rank: int, source: int, target: int, inserted: int) -> None:
     """Moves the action at `source` to `target`; -1 is outside of the row: `inserted` is inserted or removed."""
     row = order.rows[rank]
@@ -122,7 +118,7 @@ def _needs(graph: ActionGraph, late: int, early: int) -> bool:
     return bool(np.any(graph.before[graph.first_before[late] : graph.first_before[late + 1]] == early))
 
 
-@compiled
+@compiled_in_place
 def _critical_pairs(
     graph: ActionGraph, order: ActionOrder, start: Floats, last: float, position: Ints, pairs: Ints
 ) -> int:
@@ -166,7 +162,7 @@ def _critical_pairs(
     return num_pairs
 
 
-@compiled
+@compiled_in_place
 def _before_on_channel(graph: ActionGraph, order: ActionOrder, number: int, position: Ints) -> int:
     """Returns the action whose message precedes this one's on the channel; -1 if there is none."""
     rank = graph.rank[number]

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import numpy as np
 
 from slipstream.array_types import Floats, Ints
-from slipstream.numba_jit import compiled
+from slipstream.numba_jit import compiled, compiled_in_place
 from slipstream.planner.order.ordering_problem import OrderingProblem
-from slipstream.schedule import Action, Op
+from slipstream.schedule import Op
 from slipstream.simulator.action_graph import ActionGraph
 
 
@@ -27,9 +27,9 @@ def makespan_bound(problem: OrderingProblem) -> float:
     rest = np.minimum(times[Op.B], times[Op.I] + times[Op.W]) - shortest
     graph = problem.graph(np.ones(problem.num_units, np.bool_))
     graph = graph._replace(seconds=np.concatenate([times[Op.F], shortest, np.maximum(rest, 0)]))
-    last_stage = len(problem.placement) - 1
-    last = [Action(Op.B, last_stage, microbatch, slices.stop - 1) for microbatch, slices in problem.chains]
-    return float(_bound(graph, np.array([problem.number(action) for action in last], np.int64), _bytes_under(problem)))
+    last_stage = 2 * problem.num_units - problem.firsts[-1]  # the number of its first backward
+    turns = [last_stage + problem.firsts[microbatch] + slices.stop - 1 for microbatch, slices in problem.chains]
+    return float(_bound(graph, np.array(turns), _bytes_under(problem)))
 
 
 def _bytes_under(problem: OrderingProblem) -> Floats:
@@ -37,18 +37,17 @@ def _bytes_under(problem: OrderingProblem) -> Floats:
 
     They are also the bytes of all units whose backwards need this unit's backward.
     """
-    num_stages = len(problem.placement)
-    sizes = problem.times.held.reshape(num_stages, -1)
     reach = problem.reach or [(0,) * count for count in problem.slice_counts]
-    under = np.zeros_like(sizes)
+    ends = np.arange(1, problem.firsts[-1] + 1)
+    oldest = ends - 1  # the first slice that each attends to, directly or not
     for begin, row in zip(problem.firsts, reach, strict=False):
-        oldest = list(range(len(row)))  # the first slice that slice i attends to, directly or not
-        for i, first in enumerate(row):
-            oldest[i] = min(oldest[first : i + 1])
-            for rank in range(problem.num_ranks):
-                stages = [g for g in range(num_stages) if problem.placement[g] == rank]
-                held = sizes[stages, begin + oldest[i] : begin + i + 1]
-                under[stages, begin + i] = held.sum(axis=1).cumsum()
+        for i, first in enumerate(row, begin):
+            oldest[i] = oldest[begin + first : i + 1].min()
+    sizes = np.pad(problem.times.held.reshape(len(problem.placement), -1), ((0, 0), (0, 1)))
+    under = np.add.reduceat(sizes, np.column_stack([oldest, ends]).ravel(), axis=1)[:, ::2]
+    for rank in range(problem.num_ranks):
+        stages = np.array(problem.placement) == rank
+        under[stages] = under[stages].cumsum(axis=0)
     return under.ravel()
 
 
@@ -123,7 +122,7 @@ def one_machine(heads: Floats, seconds: Floats, tails: Floats) -> float:
     return last
 
 
-@compiled
+@compiled_in_place
 def _raise_paths(graph: ActionGraph, numbers: Ints, paths: Floats, onward: bool) -> None:
     """Raises paths[n] to the longest path to n's start, or from its end if `onward`.
 
@@ -188,20 +187,28 @@ def _bound(graph: ActionGraph, turns: Ints, under: Floats) -> float:
     to_turn[turns] = -graph.seconds[turns]
     _raise_paths(graph, forwards[::-1].copy(), to_turn, True)
     bound = 0.0
-    for chain, turn in enumerate(turns):
-        members = along[graph.chain[along] == chain]
+    links = graph.link_seconds, graph.link_occupied
+    costs = np.stack([*paths, graph.seconds, *links, graph.acquired, np.tile(under, 3)])
+    by_chain = np.split(along[np.argsort(graph.chain[along], kind="stable")], np.cumsum(np.bincount(graph.chain))[:-1])
+    alike: dict[bytes, list[int]] = defaultdict(list)
+    for chain, members in enumerate(by_chain):
+        alike[costs[:, members].tobytes()].append(chain)
+    for chains in alike.values():
+        first = by_chain[chains[0]]
+        turn_head = max(heads[turns[chains[0]]], _on_machines(graph, first[first < num_units], heads, to_turn))
+        turn_tail = _on_machines(graph, first[first >= num_units], from_turn, tails)
+        bound = max(bound, turn_head + turn_tail)
+        members = np.concatenate([by_chain[chain] for chain in chains])
         up, down = members[members < num_units], members[members >= num_units]
-        turn_head = max(heads[turn], _on_machines(graph, up, heads, to_turn))
-        turn_tail = _on_machines(graph, down, from_turn, tails)
         heads[down] = np.maximum(heads[down], turn_head + from_turn[down])
         tails[up] = np.maximum(tails[up], to_turn[up] + turn_tail)
-        bound = max(bound, turn_head + turn_tail)
     bound = max(bound, _on_machines(graph, along, heads, tails))
     for rank in np.flatnonzero(np.isfinite(graph.limits)):
         here = forwards[(graph.rank[forwards] == rank) & (graph.acquired[forwards] > 0)]
         if len(here):
             bound = max(bound, _memory_over_time(graph, here, paths))
-            bound = max(bound, _turn_by_turn(graph, turns, _turns_apart(graph, here, under, paths), paths))
+            apart = _turns_apart(graph, here, under, paths, [*alike.values()])
+            bound = max(bound, _turn_by_turn(graph, turns, apart, paths))
     return float(bound)
 
 
@@ -227,7 +234,7 @@ def _memory_over_time(graph: ActionGraph, here: Ints, paths: _Paths) -> float:
     return float(paths.heads[here].min() + over_time + max(after, 0.0))
 
 
-def _turns_apart(graph: ActionGraph, here: Ints, under: Floats, paths: _Paths) -> Floats:
+def _turns_apart(graph: ActionGraph, here: Ints, under: Floats, paths: _Paths, alike: list[list[int]]) -> Floats:
     """Returns apart[k]: the least seconds from a chain's turn to the k-th turn after it that one rank's memory allows.
 
     At its turn a chain is held whole. Bytes of several chains above the limit must be freed after the first one's turn,
@@ -240,18 +247,13 @@ def _turns_apart(graph: ActionGraph, here: Ints, under: Floats, paths: _Paths) -
     members = [here[graph.chain[here] == chain] for chain in range(num_chains)]
     sizes = [graph.acquired[mine].sum() for mine in members]
     back = here + num_units
-    # Chains that are alike need two of them, one turn after the other, and no more.
-    costs = np.stack([graph.acquired, graph.seconds, paths.from_turn, paths.to_turn])
-    alike: dict[bytes, list[int]] = defaultdict(list)
-    for chain, mine in enumerate(members):
-        units = np.stack([costs[:, mine], costs[:, mine + num_units], costs[:, mine + 2 * num_units]])
-        alike[np.append(units.ravel(), under[mine]).tobytes()].append(chain)
-    different = [members[same[0]] for same in alike.values()]
+    different = [members[same[0]] for same in alike]
     work = graph.seconds[back] + graph.seconds[back + num_units]
     rate = (work / graph.acquired[here]).min()
     left = (graph.seconds[here] + paths.to_turn[here]).min()
     apart[1] = np.inf
-    for one, other in permutations([chain for same in alike.values() for chain in same[:2]], 2):
+    # Chains that are alike need two of them, one turn after the other, and no more.
+    for one, other in permutations([chain for same in alike for chain in same[:2]], 2):
         slack = limit - sizes[one] + tolerance
         theirs = members[other][under[members[other]] > slack]
         apart[1] = min(apart[1], _turn_after(graph, members[one], theirs, slack, under, paths))

@@ -17,11 +17,13 @@ from slipstream.array_types import Flags, Floats, Ints
 from slipstream.errors import SlipstreamError
 from slipstream.schedule import Action, Op, Schedule, SliceCounts, channel, sending
 from slipstream.schedule.action import NUMBERS
-from slipstream.schedule.action_arrays import Precedence
-from slipstream.simulator import CostModel
+from slipstream.schedule.action_arrays import ActionArrays
+from slipstream.schedule.schedule import ActionRows
+from slipstream.simulator import CostModel, TableCost, UnitCost
 from slipstream.simulator.action_graph import ActionGraph, ActionOrder
 
 ROUNDING = 1e-9  # bytes and times are sums of floats
+_OPS = Op.F, Op.B, Op.I, Op.W
 _PARTS = tuple(NUMBERS[op] for op in (Op.F, Op.I, Op.W))
 
 
@@ -73,20 +75,11 @@ class StepActions:
         self.reach = tuple(map(tuple, reach)) if reach is not None else None
         self.num_units = len(placement) * self.firsts[-1]
 
-    def number(self, action: Action) -> int:
-        """Returns the number of an action."""
-        part = 0 if action.op is Op.F else 2 if action.op is Op.W else 1
-        unit = action.stage * self.firsts[-1] + self.firsts[action.microbatch] + action.slice
-        return part * self.num_units + unit
-
-    def action(self, op: Op, unit: int) -> Action:
-        """Returns the action of an op on a unit."""
-        stage, rest = divmod(unit, self.firsts[-1])
-        return Action(op, stage, *self._slices[rest])
-
-    @cached_property
-    def _slices(self) -> list[tuple[int, int]]:
-        return [(m, i) for m, count in enumerate(self.slice_counts) for i in range(count)]
+    def rows_of(self, op: Ints, unit: Ints, firsts: Ints) -> ActionRows:
+        """Returns the actions of these ops, by their places in OPS, on these units, in rows that begin at `firsts`."""
+        stage, place = np.divmod(unit, self.firsts[-1])
+        microbatch = np.repeat(np.arange(self.num_microbatches), self.slice_counts)[place]
+        return ActionRows(firsts, op, stage, microbatch, place - np.array(self.firsts)[microbatch])
 
     @cached_property
     def whole(self) -> Schedule:
@@ -96,12 +89,15 @@ class StepActions:
         and precedes all other backwards of the chain. So with any order every rank holds a whole chain at that
         moment, and with this one never more.
         """
-        rows: list[list[Action]] = [[] for _ in range(self.num_ranks)]
-        for microbatch, slices in self.chains:
-            for op, step in ((Op.F, 1), (Op.B, -1)):
-                for stage in range(len(self.placement))[::step]:
-                    rows[self.placement[stage]] += [Action(op, stage, microbatch, index) for index in slices[::step]]
-        return self.schedule_of(rows)
+        units = np.arange(self.num_units).reshape(len(self.placement), -1)
+        chains = [
+            units[:, first + slices.start : first + slices.stop].ravel()
+            for first, slices in ((self.firsts[microbatch], slices) for microbatch, slices in self.chains)
+        ]
+        numbers = np.concatenate([part for chain in chains for part in (chain, chain[::-1] + self.num_units)])
+        rank = self.ranks[numbers % self.num_units]
+        rows = [numbers[rank == here] for here in range(self.num_ranks)]
+        return self.schedule(ActionOrder.of(rows, self.longest_row), np.zeros(self.num_units, np.bool_))
 
     @cached_property
     def shape(self) -> Schedule:
@@ -110,8 +106,8 @@ class StepActions:
 
     def schedule_of(self, rows: Sequence[Sequence[Action]]) -> Schedule:
         """Returns the Schedule of each rank's actions."""
-        actions, counts = tuple(map(tuple, rows)), self.slice_counts
-        most = max(counts, default=0)
+        actions = rows if isinstance(rows, ActionRows) else tuple(map(tuple, rows))
+        counts, most = self.slice_counts, max(self.slice_counts, default=0)
         return Schedule("auto", actions, self.placement, self.num_microbatches, most, self.reach, counts)
 
     @cached_property
@@ -130,11 +126,6 @@ class StepActions:
         return np.repeat(np.array(self.placement, np.int64), self.firsts[-1])
 
     @cached_property
-    def microbatch(self) -> Ints:
-        """The microbatch of each action."""
-        return np.tile(np.repeat(np.arange(self.num_microbatches), self.slice_counts), 3 * len(self.placement))
-
-    @cached_property
     def longest_row(self) -> int:
         """The number of actions of the busiest rank with every backward split."""
         return 3 * int(np.bincount(self.ranks).max())
@@ -146,12 +137,16 @@ class StepActions:
         return np.tile(chains, len(self.placement))
 
     @cached_property
-    def precedence(self) -> Precedence:
-        """The predecessors and successors of each action, from the rules of order; whole backwards are as their I."""
-        stages, index = np.arange(len(self.placement)), np.array([index for _, index in self._slices])
-        op = np.repeat(_PARTS, self.num_units)
-        stage = np.tile(np.repeat(stages, self.firsts[-1]), 3)
-        return Precedence.of(op, stage, self.microbatch, np.tile(index, 3 * len(stages)), self.shape)
+    def arrays(self) -> ActionArrays:
+        """All actions, by their numbers; whole backwards are as their I."""
+        return self.arrays_of((Op.F, Op.I, Op.W))
+
+    def arrays_of(self, ops: Sequence[Op], alike: bool = False) -> ActionArrays:
+        """Returns the actions of these ops on all units, op by op; `alike` is whether all microbatches take the same
+        times."""
+        part, unit = np.divmod(np.arange(len(ops) * self.num_units), self.num_units)
+        rows = self.rows_of(np.array([NUMBERS[op] for op in ops])[part], unit, np.zeros(1, np.int64))
+        return ActionArrays(rows.firsts, *rows.columns, self.shape, alike)
 
     @cached_property
     def channels(self) -> tuple[Ints, int]:
@@ -172,7 +167,7 @@ class StepActions:
     def graph_of(self, times: UnitTimes, limits: Floats | Sequence[float], split: Flags) -> ActionGraph:
         """Returns the arrays of these actions where the backwards of the units in `split` are I and W.
 
-        `limits` are the bytes of each rank.
+        `limits` are the bytes of each rank; one where everything fits has none.
         """
         seconds, nothing, units = times.seconds, np.zeros(self.num_units), np.ones(self.num_units, np.bool_)
         backward, weight = np.where(split, seconds[Op.I], seconds[Op.B]), np.where(split, seconds[Op.W], 0)
@@ -187,25 +182,24 @@ class StepActions:
             link_occupied=times.link_occupied * (channels >= 0),
             acquired=np.concatenate([times.held, nothing, nothing]),
             released=np.concatenate([nothing, np.where(split, 0, times.held), np.where(split, times.held, 0)]),
-            **self.precedence._asdict(),
-            limits=np.array(limits, float),
+            **self.arrays.precedence._asdict(),
+            limits=np.where(np.bincount(self.ranks, times.held) <= limits, np.inf, limits),
             counts=np.array([self.num_ranks, num_channels, len(self.chains), self.longest_row], np.int64),
         )
 
     def order(self, schedule: Schedule) -> tuple[ActionOrder, Flags]:
         """Returns a compute-only schedule as action numbers, and the units whose backwards it splits."""
-        rows = [[self.number(action) for action in row] for row in schedule.actions]
-        split = np.zeros(3 * self.num_units, np.bool_)
-        split[[action for row in rows for action in row]] = True
-        return ActionOrder.of(rows, self.longest_row), split[2 * self.num_units :]
+        arrays = ActionArrays.of(schedule)
+        part = np.where(arrays.is_one_of(Op.F), 0, np.where(arrays.is_one_of(Op.W), 2, 1))
+        numbers = part * self.num_units + arrays.stage * self.firsts[-1] + arrays.slices
+        split = np.bincount(numbers, minlength=3 * self.num_units)[2 * self.num_units :] > 0
+        return ActionOrder.of(np.split(numbers, arrays.firsts[1:-1]), self.longest_row), split
 
     def schedule(self, order: ActionOrder, split: Flags) -> Schedule:
         """Returns the Schedule, named "auto", of an order."""
-        places = [(stage, *place) for stage in range(len(self.placement)) for place in self._slices]
-        backwards = [Op.I if is_split else Op.B for is_split in split.tolist()]
-        ops = [Op.F] * self.num_units, backwards, [Op.W] * self.num_units
-        made = [Action(op, *place) for part in ops for op, place in zip(part, places, strict=True)]
-        return self.schedule_of([[made[action] for action in row.tolist()] for row in order.by_rank()])
+        part, unit = np.divmod(np.concatenate(order.by_rank()), self.num_units)
+        op = np.where((part == 1) & ~split[unit], NUMBERS[Op.B], np.array(_PARTS)[part])
+        return self.schedule_of(self.rows_of(op, unit, np.cumsum([0, *order.lengths])))
 
 
 class OrderingProblem(StepActions):
@@ -235,6 +229,9 @@ class OrderingProblem(StepActions):
                 f"memory_limit has {len(limits)} entries; give one for each of {self.num_ranks} ranks."
             )
         _ = self.shape  # checks the counts
+        # Where microbatches take the same times, the costs of each action are asked for once.
+        self._every = self.arrays_of(_OPS, alike=isinstance(cost, (TableCost, UnitCost)))
+        self._held = self._every.each(cost.activation_bytes, among=slice(self.num_units))[: self.num_units]
         self.limits = tuple(limit * (1 + ROUNDING) for limit in limits)
         for rank, (limit, least) in enumerate(zip(self.limits, self.least_memory.tolist(), strict=True)):
             if not least <= limit:
@@ -247,31 +244,26 @@ class OrderingProblem(StepActions):
     @cached_property
     def times(self) -> UnitTimes:
         """The cost model's times of every action. Without `split`, I and W together count as long as B."""
-        ops = (Op.F, Op.B, Op.I, Op.W) if self.split else (Op.F, Op.B)
-        seconds = {op: self._per_unit(self.cost.seconds, op) for op in ops}
-        seconds = {Op.I: seconds[Op.B], Op.W: np.zeros(self.num_units)} | seconds
-        travels, occupied = np.zeros(3 * self.num_units), np.zeros(3 * self.num_units)
-        for action in np.flatnonzero(self.channels[0] >= 0).tolist():
-            part, unit = divmod(action, self.num_units)
-            send = sending(self.action((Op.F, Op.B)[part], unit), self.shape)
-            assert send is not None
-            line = channel(send, self.shape)
-            travels[action] = self.cost.link_seconds(send, line.source, line.destination)
-            occupied[action] = self.cost.link_occupied(send, line.source, line.destination)
-        return UnitTimes(seconds, travels, occupied, self._activations)
+        every, channels, num_units = self._every, self.channels[0], self.num_units
+        parts = every.each(self.cost.seconds, among=slice(None if self.split else 2 * num_units)).reshape(4, -1)
+        seconds = dict(zip(_OPS, parts, strict=True))
+        if not self.split:
+            seconds[Op.I] = seconds[Op.B]
 
-    @cached_property
-    def _activations(self) -> Floats:
-        return self._per_unit(self.cost.activation_bytes, Op.F)
+        def links(value: Callable[[Action, int, int], float]) -> Floats:
+            def of(action: Action) -> float:
+                send = action.with_op(Op.SEND_F if action.op is Op.F else Op.SEND_B)
+                return value(send, *channel(send, self.shape)[1:3])
 
-    def _per_unit(self, value: Callable[[Action], float], op: Op) -> Floats:
-        return np.array([value(self.action(op, unit)) for unit in range(self.num_units)], float)
+            return every.each(of, among=np.flatnonzero(channels >= 0))[: 3 * num_units] * (channels >= 0)
+
+        return UnitTimes(seconds, links(self.cost.link_seconds), links(self.cost.link_occupied), self._held)
 
     @cached_property
     def least_memory(self) -> Floats:
         """The bytes that each rank needs so that an order exists: its largest chain (see `whole`)."""
         held = np.zeros((self.num_ranks, len(self.chains)))
-        np.add.at(held, (self.ranks, self.unit_chains), self._activations)
+        np.add.at(held, (self.ranks, self.unit_chains), self._held)
         return np.asarray(held.max(axis=1))
 
     def graph(self, split: Flags) -> ActionGraph:

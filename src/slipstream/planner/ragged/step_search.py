@@ -96,11 +96,6 @@ class StepOrders:
         return UnitTimes.of_slices(step.seconds, step.links, step.held, self.problem.rates.num_frozen)
 
     @property
-    def _limits(self) -> Floats:
-        limits: Floats = self.problem.limits * (1 + ROUNDING)
-        return limits
-
-    @property
     def num_actions(self) -> int:
         """The number of actions with whole backwards."""
         return 2 * self._actions.num_units
@@ -117,10 +112,10 @@ class StepOrders:
         return ListScheduler(
             actions,
             self._times,
-            self._limits,
+            self.problem.limits * (1 + ROUNDING),
             problem.split,
             alone=longest_paths,
-            before=(np.cumsum(busiest) - busiest)[actions.microbatch],
+            before=(np.cumsum(busiest) - busiest)[actions.arrays.microbatch],
             period=1.0,
         )
 
@@ -143,7 +138,7 @@ class StepOrders:
             )
         if problem.split and Op.W not in schedule.ops:
             schedule = split_backwards(schedule)
-        return measure_order(self._actions, self._times, self._limits, schedule)
+        return measure_order(self._actions, self._times, self.problem.limits * (1 + ROUNDING), schedule)
 
     def plan(self, found: MeasuredOrder) -> StepPlan:
         """Returns the plan of the step in an order."""
