@@ -33,7 +33,9 @@ def demo(output: RunFolder, *settings: str) -> dict[str, Any]:
 @pytest.mark.more
 def test_the_first_steps_of_the_demo(tmp_path: Path) -> None:
     steps = ["--training.steps=3", "--training.single_process_steps=1", "--optimizer.warmup_steps=1"]
-    last = demo(RunFolder(tmp_path / "demo"), *steps, "--training.eval_batches=1", "--sample.max_new_tokens=8")
+    steps += ["--training.eval_batches=1", "--sample.max_new_tokens=8"]
+    text = "--data.corpus=null", f"--data.files=[{ROOT / 'examples'}]", "--data.suffixes=[.py]"  # of little of it
+    last = demo(RunFolder(tmp_path / "demo"), *steps, *text)
     assert last["step"] == 3
     assert last["validation_loss"] > 0
 
@@ -80,20 +82,20 @@ def test_the_demo_is_resumed_to_the_bit_and_answers_in_the_format_of_the_convers
     assert re.search(r"user:\nshout owl\nassistant:\n<answer>[A-Z]+!</answer>\n\Z", result.stdout.rstrip() + "\n")
 
 
-LOOP = ROOT / "examples" / "own_loop.py"
+LOOP = WORKERS / "examples" / "dying_loop.py"
 
 
 @pytest.mark.more
 def test_a_loop_that_lost_a_rank_goes_on_to_the_bit(tmp_path: Path) -> None:
     undisturbed, folder = CheckpointFolder(tmp_path / "undisturbed"), CheckpointFolder(tmp_path / "killed")
-    whole = launch(2, LOOP, undisturbed.path)
+    whole = launch(2, LOOP, undisturbed.path, "0")
     assert whole.returncode == 0, whole.stderr
-    killed = launch(2, WORKERS / "examples/dying_loop.py", folder.path)
+    killed = launch(2, LOOP, folder.path, "8")
     assert killed.returncode == -9, killed.stderr
     assert folder.steps() == [5]
-    again = launch(2, LOOP, folder.path)
+    again = launch(2, LOOP, folder.path, "0")
     assert again.returncode == 0, again.stderr
     assert whole.stdout.endswith(again.stdout)
     assert again.stdout != whole.stdout
-    expected, found = (Manifest.read(each.complete(20)) for each in (undisturbed, folder))
+    expected, found = (Manifest.read(each.complete(10)) for each in (undisturbed, folder))
     assert expected.files == found.files

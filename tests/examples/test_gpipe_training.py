@@ -171,7 +171,7 @@ def test_gradients_are_those_of_the_sequence_in_every_way(name: str, schedule: s
 )
 def test_bits_do_not_depend_on_the_number_of_ranks(name: str, recompute: str) -> None:
     loss, expected = step(name, "1f1b", 1, 4, recompute)
-    for num_ranks in (2, 3, 4):
+    for num_ranks in (2, 3):
         found_loss, found = step(name, "1f1b", num_ranks, 4, recompute)
         assert torch.equal(found_loss, loss)
         assert all(torch.equal(gradient, found[key]) for key, gradient in expected.items())

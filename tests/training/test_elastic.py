@@ -31,7 +31,7 @@ from slipstream.train.training_rank import mesh_of_those_there
 from support.forked import ForkedProgram
 from support.paths import ROOT, TESTS, WORKERS, with_path
 from support.timeouts import LIMIT
-from support.tiny_training import tiny_training
+from support.tiny_training import half_of, tiny_training
 
 HELD_AT = WORKERS / "training/held_at.py"
 # Each round has two starts and two runs by hand, of which a busy machine takes minutes.
@@ -262,16 +262,17 @@ def check(config: Path, output: RunFolder, rounds: int) -> None:
         assert smaller["repeated_steps"] == 16 * number + 7 - smaller["started_after"]
         assert (larger["started_after"], larger["repeated_steps"]) == (16 * number + 12, 0)  # asked before it ended
     assert len([line for line in lines if "change_seconds" in line]) == 2 * rounds
-    by_hand = run_by_hand(config, RunFolder(config.parent / "by_hand"), phases)
-    assert (output.model / "model.safetensors").read_bytes() == by_hand
+    by_hand = RunFolder(half_of(output.path, config.parent / "by_hand", step=phases[1][0]))
+    assert (output.model / "model.safetensors").read_bytes() == run_by_hand(config, by_hand, phases[1:])
 
 
 def run_by_hand(config: Path, output: RunFolder, phases: list[tuple[int, int]]) -> bytes:
-    """The weights of a run that is stopped after these steps and resumed, each time with so many replicas."""
+    """The weights of a run that is resumed after these steps, each time with so many replicas, and stopped before the
+    next."""
     for number, (after, replicas) in enumerate(phases):
         settings = [f"--training.output={output.path}", "--training.min_ranks=null", f"--dp={replicas}"]
         settings += [f"--pipeline.num_microbatches={4 // replicas}"]
-        settings += [f"--checkpoint.resume={after or 'last-good'}"]
+        settings += [f"--checkpoint.resume={after}"]
         end = phases[number + 1][0] if number + 1 < len(phases) else None
         waits = "0:0" if end is None else f"{2 * replicas}:{end}"
         with running(config.parent / f"terminal-{number}", waits, config, *settings) as process:

@@ -108,7 +108,9 @@ def test_the_table_says_what_was_passed_over(tmp_path: Path, monkeypatch: pytest
 
 
 def train(folder: Path, output: str, *more: str) -> CompletedProcess[str]:
-    return run_training(2, folder / output, folder / "config.yaml", f"--data.files=[{folder / 'text.txt'}]", *more)
+    """Steps of two sequences, whose order is soon searched."""
+    given = f"--data.files=[{folder / 'text.txt'}]", "--training.batch_size=2"
+    return run_training(2, folder / output, folder / "config.yaml", *given, *more)
 
 
 @pytest.fixture(scope="module")

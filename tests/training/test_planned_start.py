@@ -230,9 +230,7 @@ WINDOWS = {"model_type": "gemma2", "sliding_window": 16, "query_pre_attn_scalar"
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize(
-    "family", [MIXTURE, pytest.param(WINDOWS, marks=pytest.mark.grid)], ids=lambda family: family["model_type"]
-)
+@pytest.mark.parametrize("family", [MIXTURE, WINDOWS], ids=lambda family: family["model_type"])
 def test_layers_of_several_kinds_are_planned(first_run: Path, family: dict[str, Any]) -> None:
     """Every other layer has experts, or a window."""
     name = family["model_type"]
@@ -261,7 +259,7 @@ def test_replicas_are_planned_together(first_run: Path) -> None:
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("sequence", [pytest.param(False, marks=pytest.mark.grid), True])
+@pytest.mark.parametrize("sequence", [False, True])
 def test_ranks_that_share_layers_are_planned(first_run: Path, sequence: bool) -> None:
     """From what their shares cost, which is kept apart from what whole layers cost four ranks."""
     name, parallel = f"tensor-{sequence}", {"tensor": 2} | ({"sequence_parallel": True} if sequence else {})

@@ -549,7 +549,7 @@ def test_a_folder_that_is_removed_does_not_end_the_run(config: Path, output: Run
         assert process.returncode == 75, errors
     assert "Traceback" not in errors + said
     last = CheckpointFolder(output.checkpoints).steps()[0]
-    assert read_metrics(output)[0][-1]["step"] == last
+    assert f"SIGTERM ended the run after step {last}; it is saved in" in errors
     resumed = train(2, config, *settings, "--checkpoint.resume=latest", f"--training.steps={last + 1}")
     assert resumed.returncode == 0, resumed.stderr
     assert f"resumed after step {last}" in resumed.stdout
@@ -645,7 +645,7 @@ def test_a_request_to_stop_in_the_preflight_is_answered_like_others(
 def test_a_run_that_is_asked_to_stop_saves_its_step(config: Path, output: RunFolder) -> None:
     """With no checkpoints otherwise."""
     with running(config, "--training.steps=100000", "--training.eval_every=0", "--training.export_every=0") as process:
-        wait_for_steps(output, 25)
+        wait_for_steps(output, 5)
         ranks = ranks_of(process)
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=SOON)
@@ -662,14 +662,14 @@ def test_a_run_that_is_asked_to_stop_saves_its_step(config: Path, output: RunFol
 
 @pytest.mark.more
 def test_a_run_is_started_again_after_a_crash(config: Path, output: RunFolder) -> None:
-    settings = ["--training.max_restarts=1", "--checkpoint.every=10", "--training.steps=60", "--sample.prompt=null"]
+    settings = ["--training.max_restarts=1", "--checkpoint.every=5", "--training.steps=30", "--sample.prompt=null"]
     settings += ["--training.eval_every=0", "--training.export_every=0"]
-    ended = run_alone(WORKERS / "training/killed_once.py", "26", "train", config, *settings)
+    ended = run_alone(WORKERS / "training/killed_once.py", "13", "train", config, *settings)
     assert ended.returncode == 0, ended.stderr
     assert "was ended by SIGKILL; the other ranks were stopped\nrestart 1 of 1 in 1 s, from the last" in ended.stdout
-    assert re.search(r"resumed after step [12]0\b", ended.stdout)  # it may not have been complete before the crash
+    assert re.search(r"resumed after step (5|10)\b", ended.stdout)  # it may not have been complete before the crash
     lines = [json.loads(line) for line in output.metrics.read_text().splitlines()]
     saves = {line["step"]: line for line in lines if "save_seconds" in line}
-    assert [*saves][-4:] == [30, 40, 50, 60]
+    assert [*saves][-4:] == [15, 20, 25, 30]
     assert all(save["save_seconds"] > 0 and save["checkpoint_bytes"] > 2**18 for save in saves.values())
-    assert [step["step"] for step in read_metrics(output)[0]] == list(range(1, 61))
+    assert [step["step"] for step in read_metrics(output)[0]] == list(range(1, 31))
