@@ -25,7 +25,10 @@ os.environ.update(
     XDG_CACHE_HOME=_CACHE,
     SLIPSTREAM_SHARED_CORES="1",  # two tests run at a time
     PYTORCH_NVML_BASED_CUDA_CHECK="1",  # or a question whether there is a GPU would keep ranks from being forked
+    TORCHINDUCTOR_COMPILE_THREADS="1",
 )
+# What one worker has compiled no other compiles again: they inherit the folder of the process that starts them.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(_CACHE, "inductor"))
 
 register_profiles()
 

@@ -1,4 +1,4 @@
-"""What the tests of fused kernels share: the compiler's folder, float64 throughout, and counts of what is compiled."""
+"""What the tests of fused kernels share: float64 throughout, and counts of what is compiled."""
 
 from __future__ import annotations
 
@@ -10,15 +10,6 @@ from torch import Tensor, fx
 from slipstream.model import compiled_region, fusion
 from support.architectures import no_rounding_inside
 from support.fusing import kernels_in_float64
-
-
-@pytest.fixture(scope="module")
-def compiler_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """An empty folder for what is compiled, which takes one process."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
-        patch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
-        yield
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from model.conftest import compiler_caches, in_float64  # noqa: F401
+from model.conftest import in_float64  # noqa: F401
 from slipstream import Pipeline, Precision
 from support.architectures import build, llama, no_rounding_inside
 from support.changes import CHANGES, EXACT, SLICES, USES, save_untied, scaled
@@ -49,7 +49,7 @@ def test_one_process(use: str, name: str) -> None:
 
 
 @compiles
-@pytest.mark.usefixtures("compiler_caches", "in_float64")
+@pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("name", [pytest.param(name, marks=marks("fused", name)) for name in CHANGES])
 def test_fused(name: str) -> None:
     change = CHANGES[name]

@@ -30,7 +30,6 @@ compiles = pytest.mark.skipif(bool(missing()), reason=missing())
 COMPILING = [  # torch's own: when its compiler is imported, and when it looks at a tensor
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
-    pytest.mark.usefixtures("compiler_caches"),
 ]
 
 
