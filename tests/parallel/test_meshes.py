@@ -71,7 +71,9 @@ OTHER_EXCHANGE = {f"{kind}, {title}" for kind, (title, *_) in zip(cycle(context.
 # Others have what these have: a plan, split backwards, sharded states, sequences, experts.
 OF_FOUR = {"auto", "zb-h1", "sharded optimizer", "sequences", "qwen3_moe"}
 CASES = [
-    *cases(mesh, 4, mesh.CASES, grid=MESH),
+    *cases(mesh, 4, mesh.CASES, MESH, mesh.OF_FOUR),
+    *cases(mesh, 2, mesh.CASES, chosen=["planned_from_measured_costs"]),
+    *cases(mesh, 6, mesh.CASES, chosen=["pipelines_beside_each_other"]),
     *cases(token_parts, 2),
     *cases(context, 2, context.TWO.keys() - CONTEXT, OTHER_EXCHANGE - CONTEXT, chosen=context.TWO),
     *cases(
@@ -139,8 +141,8 @@ def test_a_rank_that_is_killed_in_the_self_check_says_nothing_about_the_model(tm
     assert (tmp_path / "said").read_text().startswith("rank 0 waited in an all-reduce for rank 1, which has ended")
 
 
-# Some of the six models of parallel/exactness.py on each mesh: `make test-more` has one without stages, as meshes of
-# parallel/mesh.py have them, `make exactness` all models on every mesh of up to eight processes.
+# Some of the six models of parallel/exactness.py on each mesh, of which random meshes have other combinations; `make
+# exactness` has all models on every mesh of up to eight processes.
 MODELS = {
     (2, 2, 1): ("llama, tied", "mixtral"),
     (2, 1, 2): ("qwen3", "llama, adapted", "mixtral"),
@@ -148,39 +150,27 @@ MODELS = {
 }
 
 
-def steps_of(num_processes: int, *arguments: str) -> list[dict[str, Any]]:
-    ended = launch(num_processes, WORKERS / "parallel/exactness.py", *arguments)
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    return [json.loads(line) for line in ended.stdout.splitlines()]
-
-
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("axes", "model"),
     [
         pytest.param(
             axes,
             model,
-            marks=pytest.mark.grid if number or axes[0] > 1 else pytest.mark.more,
             id="pp{} dp{} tp{}, {}".format(*axes, model),
         )
         for axes, models in MODELS.items()
-        for number, model in enumerate(models)
+        for model in models
     ],
 )
 def test_a_mesh_trains_as_one_process(axes: tuple[int, int, int], model: str) -> None:
-    results = steps_of(4, *map(str, axes), model)
+    ended = launch(4, WORKERS / "parallel/exactness.py", *map(str, axes), model)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    results = [json.loads(line) for line in ended.stdout.splitlines()]
     assert len(results) == (3 if axes[0] > 1 else 2)
     for result in results:
         assert result["model"] == model
         assert result["error"] < BOUND, result
-
-
-@pytest.mark.more
-def test_pipelines_of_three_ranks_beside_each_other_connect() -> None:
-    """The middle rank is in more groups than the others, so groups can't be told apart by how many a rank is in."""
-    results = steps_of(6, "3", "1", "2", "llama, tied")
-    assert len(results) == 3
-    assert max(result["error"] for result in results) < BOUND
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ import gc
 import multiprocessing
 import os
 import runpy
+import socket
 import sys
 import tempfile
 import time
@@ -102,6 +103,21 @@ class ForkedProgram:
         return out, error
 
 
+def start_standing(
+    num_processes: int, port: int, script: Path, *arguments: str
+) -> list[tuple[BaseProcess, socket.socket]]:
+    """Starts ranks that read from a socket and write to it, and may use a GPU; whoever starts them ends them."""
+    started = []
+    for rank in range(num_processes):
+        ours, theirs = socket.socketpair()
+        place = {**os.environ, **_place(rank, num_processes, port), SHOWS_GPU: "1"}
+        process = _PROCESSES.Process(target=_stand, args=(script, list(arguments), place, theirs))
+        process.start()
+        theirs.close()
+        started.append((process, ours))
+    return started
+
+
 def slipstream_command(*arguments: str | Path) -> CompletedProcess[str]:
     """Runs `slipstream` with the arguments, in one process that no launcher has started."""
     return run_alone(COMMAND, *arguments)
@@ -158,6 +174,18 @@ def _run(script: Path, arguments: list[str], place: dict[str, str], texts: tuple
         os.dup2(os.open(text, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     # A line at once: what ranks write in pieces would mix in the file.
     sys.stdout.reconfigure(line_buffering=True, write_through=False)
+    _run_as_main(script, arguments, place)
+
+
+def _stand(script: Path, arguments: list[str], place: dict[str, str], words: socket.socket) -> None:
+    gc.freeze()
+    for number in (0, 1):
+        os.dup2(words.fileno(), number)
+    sys.stdin = os.fdopen(0)
+    _run_as_main(script, arguments, place)
+
+
+def _run_as_main(script: Path, arguments: list[str], place: dict[str, str]) -> None:
     os.environ.update(place)
     sys.argv = [str(script), *arguments]
     sys.path[:0] = [str(script.parent), str(TESTS), str(ROOT)]

@@ -4,41 +4,39 @@ from __future__ import annotations
 
 import json
 import select
-import subprocess
-import sys
+import socket
 import time
-from collections.abc import Mapping
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from torch.distributed import TCPStore
 
-from support.paths import ROOT, TESTS, with_path
+from support.forked import start_standing
 
 
 class StandingPair:
     """Runs cases of a program in two processes: `run` starts them where none wait."""
 
-    def __init__(self, program: Path, arguments: tuple[str, ...], environment: Mapping[str, str]) -> None:
-        self._program, self._arguments, self._environment = program, arguments, environment
-        self._processes: list[subprocess.Popen[str]] = []
+    def __init__(self, program: Path, arguments: tuple[str, ...]) -> None:
+        self._program, self._arguments = program, arguments
+        self._ranks: list[tuple[BaseProcess, socket.socket]] = []
         self._store: TCPStore | None = None
-        self.started = 0
 
     def run(self, case: str, seconds: float) -> str:
         """Returns why a case has failed on some rank, "" if it passed on both; within `seconds`, and a minute more
         where the processes must start first."""
-        if not self._processes:
-            self._start()
+        if not self._ranks:
+            self._store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+            self._ranks = start_standing(2, self._store.port, self._program, *self._arguments)
             seconds += 60
-        for process in self._processes:
-            assert process.stdin is not None
-            process.stdin.write(f"{case}\n")
-            process.stdin.flush()
+        for _, words in self._ranks:
+            words.sendall(f"{case}\n".encode())
         problems, deadline = [], time.monotonic() + seconds
-        for rank, process in enumerate(self._processes):
-            answer = _line_of(process, deadline)
-            if answer is None:
-                what = f"ended with {process.returncode}" if process.poll() is not None else "hangs"
+        for rank, (process, words) in enumerate(self._ranks):
+            answer = _line_of(words, deadline)
+            if not answer:
+                process.join(1.0)
+                what = "hangs" if process.exitcode is None else f"ended with {process.exitcode}"
                 problems.append(f"{case}: rank {rank} {what} after {seconds:.0f} s at most")
             elif problem := json.loads(answer):
                 problems.append(f"{case}: rank {rank}: {problem}")
@@ -48,35 +46,15 @@ class StandingPair:
 
     def close(self) -> None:
         """Ends the processes."""
-        for process in self._processes:
+        for process, words in self._ranks:
             process.kill()
-            process.wait()
-            for pipe in (process.stdin, process.stdout):
-                assert pipe is not None
-                pipe.close()
-        self._processes, self._store = [], None
-
-    def _start(self) -> None:
-        self._store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        self.started += 1
-        for rank in range(2):
-            place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-            place |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(self._store.port)}
-            place |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
-            self._processes.append(
-                subprocess.Popen(
-                    [sys.executable, str(self._program), *self._arguments],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    text=True,
-                    env=with_path(TESTS, ROOT) | place | dict(self._environment),
-                    cwd=ROOT,
-                )
-            )
+            process.join()
+            words.close()
+        self._ranks, self._store = [], None
 
 
-def _line_of(process: subprocess.Popen[str], deadline: float) -> str | None:
-    """Returns what a process answers; None where it ends, or says nothing until the deadline."""
-    assert process.stdout is not None
-    ready, _, _ = select.select([process.stdout], [], [], max(0.0, deadline - time.monotonic()))
-    return (process.stdout.readline() or None) if ready else None
+def _line_of(words: socket.socket, deadline: float) -> bytes:
+    """Returns what a process answers; b"" where it ends, or says nothing until the deadline."""
+    ready, _, _ = select.select([words], [], [], max(0.0, deadline - time.monotonic()))
+    with words.makefile("rb") as lines:
+        return lines.readline() if ready else b""

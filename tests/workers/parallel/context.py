@@ -10,7 +10,6 @@ from contextlib import ExitStack
 from functools import partial
 from itertools import product
 from math import lcm
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -91,9 +90,10 @@ def rows(name: str, mesh: dict[str, Any], **settings: Any) -> Pipeline:
     return pipe
 
 
-def planned(name: str, mesh: dict[str, int]) -> None:
+def planned() -> None:
     """What ranks that share slices cost is measured together, and a plan is made by it before the first step."""
-    pipe = rows(name, mesh, schedule="auto", slices="auto", num_microbatches=1, seq_len=64)
+    open_ = {"schedule": "auto", "slices": "auto", "num_microbatches": 1, "seq_len": 64}
+    pipe = rows("llama", {"cp": 2}, num_ranks=2, **open_)
     assert pipe.plan is not None
     assert isinstance(pipe.plan.costs, ProfileUnits)
     profile, group = pipe.plan.costs.profile, pipe.axes["cp"]
@@ -261,7 +261,7 @@ def chosen_exchange() -> None:
     for kind, slices in product(("auto", *KINDS), (1, 4)):
         pipe = make_pipe(model_of("llama"), mesh=make_mesh(cp=g), slices=slices, context_exchange=kind)
         before = pipe.axes["cp"].payload["all_to_all"]
-        pipe.step(tokens(), tokens())
+        pipe.evaluate(tokens(), tokens())
         numbers[kind, slices] = pipe.axes["cp"].payload["all_to_all"] - before
     assert numbers["auto", 1] == numbers["heads", 1] > numbers["keys", 1]
     assert numbers["auto", 4] == numbers["keys", 4] < numbers["heads", 4]
@@ -271,7 +271,7 @@ def held_context() -> None:
     """A rank's store has the keys and values of its heads alone, 1/gcd(g, Hkv) of them, or all."""
     g, found = dist.get_world_size(), list[int]()
     for mesh, kind in (({"cp": g}, "heads"), ({"cp": g}, "keys"), ({"dp": g}, "auto")):
-        pipe = make_pipe(model_of("llama"), mesh=make_mesh(**mesh), slices=4, num_ranks=1, context_exchange=kind)
+        pipe = make_pipe(model_of("llama"), mesh=make_mesh(**mesh), slices=2, num_ranks=1, context_exchange=kind)
         found.append(int(pipe.memory_table(tokens(), tokens()).context[0]))
     assert found[0] * min(g, CONFIGS["llama"].num_key_value_heads) == found[1] == found[2]
 
@@ -293,9 +293,9 @@ def recorded(mesh: dict[str, Any] | None = None) -> None:
     with as_on_gpus, no_rounding_inside():
         for name, kind in (("gemma3", "heads"), ("llama", "keys")):
             whole = model_of(name).to(device)
-            settings = {"slices": SLICES, "num_microbatches": 2, "context_exchange": kind, "cuda_graphs": True}
+            settings = {"slices": [20, 1, 43], "context_exchange": kind, "cuda_graphs": True}
             pipe = make_pipe(model_of(name), mesh=make_mesh(**mesh), device=device, **settings)
-            for number in range(5):
+            for number in range(4):
                 whole.zero_grad()
                 for parameter in pipe.parameters():
                     parameter.grad = None
@@ -313,13 +313,13 @@ def dropout() -> None:
     settings = {"seed": 3, "slices": SLICES, "num_microbatches": 2, "dtype": torch.float64, "mesh": make_mesh(cp=2)}
     for kind in KINDS:
         found = []
-        for schedule, again in (("1f1b", "none"), ("gpipe", "none"), ("1f1b", "full"), ("1f1b", "selective")):
+        for schedule, again in (("1f1b", "none"), ("gpipe", "full"), ("1f1b", "selective")):
             torch.manual_seed(5)
             pipe = make_pipe(config, schedule=schedule, recompute=again, context_exchange=kind, **settings)
             loss = pipe.step(inputs, inputs)
-            assert abs(loss - pipe.evaluate(inputs, inputs)) > 1e-3
             found.append(torch.cat([p.grad.flatten() for p in pipe.parameters() if p.grad is not None]))
             assert (found[-1] - found[0]).abs().max() < 1e-12 * found[0].abs().max(), (kind, schedule, again)
+        assert abs(loss - pipe.evaluate(inputs, inputs)) > 1e-3
     seeds = [float(each) for each in pipe.axes["cp"].gather(float(loss))]
     assert len(set(seeds)) == 1
 
@@ -383,25 +383,24 @@ def resumed() -> None:
         optimizer.zero_grad()
         losses.append(unsplit_step(whole, each, each))
         optimizer.step()
-    for sharded in (False, True):
-        settings = {"slices": SLICES, "num_microbatches": 2, "shard": "optimizer" if sharded else "none"}
+    for shard, meshes in (("none", ({"cp": 2}, {"pp": 2})), ("optimizer", ({"pp": 2}, {"cp": 2}))):
         folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
         dist.broadcast_object_list(folder)
-        for number, meshes in enumerate((({"cp": 2}, {"pp": 2}), ({"pp": 2}, {"cp": 2}))):
-            path = Path(folder[0]) / f"{number}"
-            for mesh, steps in zip(meshes, (range(2), range(2, 3)), strict=True):
-                pipe = make_pipe(model_of("llama, tied"), mesh=make_mesh(**mesh), **settings)
-                own = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
-                if steps.start:
-                    pipe.load(path, optimizer=own)
-                for step in steps:
-                    own.zero_grad()
-                    loss = pipe.step(inputs[step], inputs[step])
-                    assert abs(loss - losses[step]) < 1e-9 * losses[step], (mesh, sharded, step)
-                    own.step()
-                pipe.save(path, steps.stop, optimizer=own)
-            pipe.evaluate(inputs[0], inputs[0])  # publishes the last update
-            assert error(pipe, dict(whole.named_parameters()), "data") < 1e-9, (meshes, sharded)
+        for mesh, steps in zip(meshes, (range(2), range(2, 3)), strict=True):
+            pipe = make_pipe(
+                model_of("llama, tied"), mesh=make_mesh(**mesh), slices=SLICES, num_microbatches=2, shard=shard
+            )
+            own = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
+            if steps.start:
+                pipe.load(folder[0], optimizer=own)
+            for step in steps:
+                own.zero_grad()
+                loss = pipe.step(inputs[step], inputs[step])
+                assert abs(loss - losses[step]) < 1e-9 * losses[step], (mesh, shard, step)
+                own.step()
+            pipe.save(folder[0], steps.stop, optimizer=own)
+        pipe.evaluate(inputs[0], inputs[0])  # publishes the last update
+        assert error(pipe, dict(whole.named_parameters()), "data") < 1e-9, (meshes, shard)
 
 
 PER_KIND: list[tuple[str, Callable[..., object], str, dict[str, Any]]] = [
@@ -430,7 +429,6 @@ MESHES: dict[str, Callable[[], object]] = {
     "spread": partial(rows, "llama, tied", PIPELINE, vocabulary="spread"),
     "limit": partial(rows, "llama", PIPELINE, memory_limit=1e9),
     "auto": partial(rows, "llama", PIPELINE, schedule="auto", slices="auto", num_microbatches=1),
-    "planned": partial(planned, "llama", PIPELINE),
     "sharded optimizer": partial(rows, "llama", REPLICAS, shard="optimizer"),
     "sharded parameters": partial(rows, "llama", REPLICAS, shard="parameters"),
     "sequence parallel": partial(rows, "llama", FOUR["cp2 tp2"], sequence_parallel=True),
@@ -442,7 +440,7 @@ MESHES: dict[str, Callable[[], object]] = {
 }
 OTHERS = by_name(
     *(pairs, routers, what_it_says, apart, exchanged_bytes, gathered_bytes, chosen_exchange, held_context, dropout),
-    *(recorded, given_loss, refused, resumed, adapters),
+    *(recorded, given_loss, refused, resumed, adapters, planned),
 )
 TWO |= OTHERS
 CASES = TWO | MESHES

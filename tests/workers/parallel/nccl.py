@@ -121,12 +121,12 @@ def evaluated() -> None:
 
 def saved_and_resumed() -> None:
     """A third step is the same to the bit, whether the run went on or was loaded after the second."""
-    folder = [tempfile.mkdtemp() if dist.is_initialized() and dist.get_rank() == 0 else ""]
     inputs = tokens().to(DEVICE)
     losses, place = [], None
     for resumes in (False, True):
         pipe = pipe_of(slices=3)
         if place is None:
+            folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
             dist.broadcast_object_list(folder, device=torch.device(DEVICE))
             place = Path(folder[0]) / "checkpoints"
         optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
