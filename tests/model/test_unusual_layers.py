@@ -97,19 +97,18 @@ def test_with_split_backwards_recomputation_and_offload(name: str, settings: dic
     assert error_of(name, self_check=False, **settings) < BOUND
 
 
+CUTS: list[dict[str, Any]] = [
+    {"schedule": "zb-h1", "recompute": "selective", "num_ranks": 3, "partition": [1, 2, 1]},
+    {"schedule": "interleaved-1f1b", "stages_per_rank": 2, "recompute": "full"},
+    {"offload": 1.0, "recompute": 1},
+    {"num_ranks": 4, "partition": [0, 3, 1, 0]},  # what crosses passes a stage that reads none of it
+    {"slices": 1},
+]
+
+
 @pytest.mark.parametrize(
-    "settings",
-    first_of(
-        [
-            {"schedule": "zb-h1", "recompute": "selective", "num_ranks": 3, "partition": [1, 2, 1]},
-            {"schedule": "interleaved-1f1b", "stages_per_rank": 2, "recompute": "full"},
-            {"offload": 1.0, "recompute": 1},
-            {"num_ranks": 4, "partition": [0, 3, 1, 0]},  # what crosses passes a stage that reads none of it
-            {"slices": 1},
-        ]
-    ),
+    ("settings", "name"), each_once(CUTS, ["deepseek_v32", "gemma3n_text", "glm_moe_dsa", "gemma4_text"], 1)
 )
-@pytest.mark.parametrize("name", first_of(["deepseek_v32", "gemma3n_text", "gemma4_text", "glm_moe_dsa"]))
 def test_wherever_it_is_cut(name: str, settings: dict[str, Any]) -> None:
     if "partition" in settings and name in CROSSING:  # of six layers
         first, second, *others = settings["partition"]
@@ -154,7 +153,10 @@ def test_sequences_of_different_lengths(name: str) -> None:
 
 
 @since("5.21")
-@pytest.mark.parametrize(("slices", "every"), first_of([([20, 1, 19], 6), ([40], 6), ([17, 23], 2), ([9, 31], 1)], 0))
+@pytest.mark.parametrize(
+    ("slices", "every"),
+    [*first_of([([20, 1, 19], 6), ([17, 23], 2)], 0), *first_of([([40], 6), ([9, 31], 1)], 0, "grid")],
+)
 def test_rwkv_evaluates_as_in_evaluation_mode(slices: list[int], every: int) -> None:
     """There it halves hidden states every few layers, before norms whose epsilon stays."""
     config = copy.deepcopy(HYBRIDS["rwkv"])

@@ -22,7 +22,7 @@ CONFIGS = {
         vocab_size=VOCABULARY, n_embd=32, n_layer=4, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=0
     ),
 }
-SLICES, NUM_MICROBATCHES = [24, 8, 32], 4
+SLICES, NUM_MICROBATCHES = [24, 40], 4
 
 
 def step(config_name: str, schedule: str, **settings: object) -> tuple[Tensor, dict[str, Tensor]]:

@@ -173,7 +173,7 @@ def test_dropout_and_rounding_do_not_depend_on_the_cut(name: str) -> None:
     """In float32, whose rounding depends on the order of every sum."""
     model = build(with_dropout(name, 0.3)).float()
     expected = step(model, [4])
-    for partition in ([2, 2], [1.5, 2.5], [0.5, 1, 2.5], [0.5] * 8, [0, 1.5, 2.5, 0]):
+    for partition in ([1.5, 2.5], [0.5] * 8, [0, 1, 3, 0]):
         for recompute in ("none", "full") if partition == [1.5, 2.5] else ("none",):
             found = step(model, partition, recompute=recompute)
             assert torch.equal(found[0], expected[0])

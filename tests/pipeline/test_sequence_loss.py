@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from slipstream import Pipeline, SequenceLoss
 from slipstream.errors import SlipstreamError
 from support.architectures import ARCHITECTURES, BOUND, build, gradient_error, no_rounding_inside, tokens
+from support.examples import examples
 from support.options import grouped
 from support.parameters import first_of
 from support.pipelines import make_pipe
@@ -89,6 +90,7 @@ def test_a_tied_head_and_windows(name: str) -> None:
 
 
 @pytest.mark.more
+@examples(50)
 @given(st.lists(st.tuples(st.integers(2, 40), st.integers(2, 40)), min_size=1, max_size=4), st.integers(1, 5))
 def test_pairs_of_different_lengths(lengths: list[tuple[int, int]], slices: int) -> None:
     model = build(ARCHITECTURES["llama"])

@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
     [
         (name, slices)
         if name == "mixed" and slices
-        else pytest.param(name, slices, marks=pytest.mark.grid if slices else pytest.mark.more)
+        else pytest.param(name, slices, marks=pytest.mark.more if name == "mixed" else pytest.mark.grid)
         for name in CASES
         for slices in ("auto", None)
     ],

@@ -197,6 +197,8 @@ def other_calls(axis: str, folder: str, limit: str = "") -> None:
     loss = pipe.step(inputs, inputs)
     pipe.save(folder, 1, optimizer=optimizer)
     calls = calls_of(pipe, optimizer, Path(folder))
+    if limit:  # within which these rehearse a step first
+        calls = {name: calls[name] for name in ("step", "evaluate", "state_dict", "memory_table")}
     pairs = [*pairwise([*calls, "step"]), *(("state_dict", name) for name in calls if name != "state_dict")]
     for pair in pairs + [(other, one) for one, other in pairs]:
         optimizer.step()  # so that some of the calls have parameters to gather first
