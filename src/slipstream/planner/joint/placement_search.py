@@ -165,7 +165,8 @@ class PlacementSearch:
     def run(self, limit: float, effort: float) -> float:
         """Improves the starts of the least bounds, and returns the effort that is left."""
         self._effort = effort
-        starts = [*dict.fromkeys(self.starts())]
+        if not (starts := [*dict.fromkeys(self.starts())]):
+            return effort
         self.exact = self._exact_slices(starts[0].bounds)
         starts.sort(key=self.rough_bound)
         if min(map(self.rough_bound, (self.exact, starts[0]))) >= self.problem.most_seconds:
@@ -308,13 +309,13 @@ class PlacementSearch:
         return self.known[candidate]
 
     def starts(self) -> Iterator[Candidate]:
-        """Yields slices of equal time in several numbers, each with its evened cut."""
+        """Yields slices of equal time in several numbers, each with its evened cut, unless no cut is even enough."""
         problem, bounds = self.problem, None
         allowed = problem.slice_counts
         for count in sorted({allowed[0], *_COUNTS} & {*allowed}):
             for share in _SHARES:
                 slices = equal_time_slices(problem.seq_len, count, share, problem.granularity)
-                if max(slices) <= problem.longest:
+                if max(slices) <= problem.longest and problem.even_seconds(self.units(slices)) < problem.most_seconds:
                     bounds = self._evened(Candidate(bounds or self._even_bounds(slices), slices)).bounds
                     yield Candidate(bounds, slices)
 

@@ -89,10 +89,12 @@ class JointProblem:
 
     def ideal(self, units: SlicedUnits) -> float:
         """Returns all work on these slices, or on as few as are allowed where that is less, divided by the ranks."""
-        few = SlicedUnits(self.costs, self.fewest_slices)
         # Measured costs may rise faster than the tokens, so that shorter slices are less work.
-        least = min(float(sliced_units.unit_work().sum()) for sliced_units in (few, units))
-        return least * self.num_microbatches / self.num_ranks
+        return min(map(self.even_seconds, (SlicedUnits(self.costs, self.fewest_slices), units)))
+
+    def even_seconds(self, units: SlicedUnits) -> float:
+        """Returns all work on these slices, divided by the ranks."""
+        return float(units.unit_work().sum()) * self.num_microbatches / self.num_ranks
 
     @cached_property
     def state_sums(self) -> Floats:

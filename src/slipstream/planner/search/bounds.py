@@ -365,7 +365,7 @@ class ConfigurationGroup:
         names: of their schedules.
         slicings: (number of slices, slicing) of each.
         savings: how they save memory.
-        seconds: of the step, (slicing, saving); 0 for one that is too large.
+        seconds: of the step, (slicing, saving); infinite for one that is too large.
         sizes: bytes of the fullest rank, (slicing, saving).
         least_seconds: of the step with any slices; infinite where that is too large.
     """
@@ -381,23 +381,21 @@ class ConfigurationGroup:
     least_seconds: float
 
     def bounded(self) -> Iterator[tuple[float, float, Configuration]]:
-        """Yields (least seconds of the step, least bytes of the fullest rank, configuration)."""
-        seconds, sizes = self.seconds.tolist(), self.sizes.tolist()
+        """Yields (least seconds of the step, 0 for one that is too large, least bytes of the fullest rank,
+        configuration)."""
+        seconds, sizes = np.where(np.isfinite(self.seconds), self.seconds, 0.0).tolist(), self.sizes.tolist()
         for name, slicing, saving in product(*map(range, (len(self.names), *self.seconds.shape))):
-            yield (
-                seconds[slicing][saving],
-                sizes[slicing][saving],
-                replace(self.first, **self._varied(name, slicing, saving)),
-            )
+            configuration = replace(self.first, **self._varied(name, slicing, saving))
+            yield seconds[slicing][saving], sizes[slicing][saving], configuration
 
-    def in_order(self, room: float, choice: str = "", value: object = None) -> Iterator[tuple[Promise, Configuration]]:
+    def in_order(self, choice: str = "", value: object = None) -> Iterator[tuple[Promise, Configuration]]:
         """Yields those that may fit, the most promising first; of a varied `choice` those with another value alone."""
-        index = {what: place for place, what in enumerate(self.savings.recompute)}
-        costs = [(offload, index[what], shard == "none") for what, offload, shard in self.savings.every]
-        seconds, fits = self.seconds, self.sizes <= room
+        index, every = {what: place for place, what in enumerate(self.savings.recompute)}, self.savings.every
+        costs = [(offload, index[what], shard == "none") for what, offload, shard in every]
+        seconds, fits = self.seconds, np.isfinite(self.seconds)
         keys = *np.broadcast_to(np.transpose(costs)[::-1, None], (3, *seconds.shape)), seconds
         places = np.flatnonzero(fits)[np.lexsort([key[fits] for key in keys])]
-        # One after the other: thousands of groups wait for their turn, and few are asked for all.
+        # One after the other: of most groups few are asked for.
         for slicing, saving in (divmod(int(place), len(costs)) for place in places):
             promise = (float(seconds[slicing, saving]), *costs[saving])
             for varied in (self._varied(name, slicing, saving) for name in range(len(self.names))):

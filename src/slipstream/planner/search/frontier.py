@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from heapq import heappop, heappush, merge
+from heapq import heappop, heappush
 from itertools import count
 from math import inf
-from operator import itemgetter
 
 from slipstream.planner.plans import Configuration, Mesh
 from slipstream.planner.search.bounds import ConfigurationGroup, Promise
@@ -19,6 +18,37 @@ BoundedConfiguration = tuple[float, Configuration]  # a lower bound of its step,
 _EVERY = 5000  # configurations between two reports of progress
 _Ordered = Iterator[tuple[Promise, Configuration]]
 _Unopened = Mesh | ConfigurationGroup  # a mesh, or a group whose exact slicing hasn't been sought
+_Following = tuple[Configuration | None, _Ordered]  # a group's next, and those after it; None: it isn't in order yet
+
+
+class _Waiting:
+    """What waits for its turn, the most promising first. Groups are put in order once one of theirs may be the next:
+    there are thousands, and few are asked for any."""
+
+    def __init__(self) -> None:
+        self._number = count()  # those that are equally promising take turns as they came
+        self._entries: list[tuple[Promise | tuple[float], int, _Unopened | _Following]] = []
+
+    def add(self, promise: Promise | tuple[float], entry: _Unopened | _Following) -> None:
+        heappush(self._entries, (promise, next(self._number), entry))
+
+    def add_group(self, group: ConfigurationGroup, choice: str = "", value: object = None) -> None:
+        """Adds a group's configurations; of a varied `choice` those with another value alone."""
+        if (least := float(group.seconds.min(initial=inf))) < inf:
+            self.add((least,), (None, group.in_order(choice, value)))
+
+    def next(self) -> BoundedConfiguration | _Unopened | None:
+        """Removes and returns the most promising configuration, mesh or group; None where nothing is left."""
+        while self._entries:
+            (seconds, *_), _, entry = heappop(self._entries)
+            if isinstance(entry, (Mesh, ConfigurationGroup)):
+                return entry
+            configuration, others = entry
+            if following := next(others, None):
+                self.add(following[0], (following[1], others))
+            if configuration is not None:
+                return seconds, configuration
+        return None
 
 
 class Frontier:
@@ -30,12 +60,12 @@ class Frontier:
     """
 
     def __init__(self, space: PlanSpace, report: ProgressReport) -> None:
-        self._space, self._report, self._number = space, report, count()
+        self._space, self._report = space, report
         every = list(space.meshes())
         self.num_meshes, self.num_bounded, self.num_too_large = len(every), 0, 0
         self._groups: list[ConfigurationGroup] = []
         self._unopened: dict[_Unopened, float] = {}  # with the least seconds of all in it
-        self._waiting: list[tuple[Promise | tuple[float], int, _Unopened | tuple[Configuration, _Ordered]]] = []
+        self._waiting = _Waiting()
         self._ordered: list[BoundedConfiguration] = []
         for mesh in every:
             if space.mean_state(mesh) <= space.memory:
@@ -65,22 +95,21 @@ class Frontier:
                 yield from self._with_other(self._open(entry), choice, value)
 
     def _with_other(self, groups: Iterable[ConfigurationGroup], choice: str, value: object) -> Iterator[Configuration]:
-        is_varied = choice in ConfigurationGroup.VARIED
-        fitting = (group for group in groups if is_varied or getattr(group.first, choice) != value)
-        every = merge(*(group.in_order(self._space.memory, choice, value) for group in fitting), key=itemgetter(0))
-        yield from (configuration for _, configuration in every)
+        waiting = _Waiting()
+        for group in groups:
+            if choice in ConfigurationGroup.VARIED or getattr(group.first, choice) != value:
+                waiting.add_group(group, choice, value)
+        while found := waiting.next():
+            assert not isinstance(found, (Mesh, ConfigurationGroup)), "only what is in groups was added"
+            yield found[1]
 
     def _extend(self) -> bool:
         """Puts the next configuration in its place; False where there is none."""
-        while self._waiting:
-            (seconds, *_), _, entry = heappop(self._waiting)
-            if isinstance(entry, (Mesh, ConfigurationGroup)):
-                self._open(entry)
-                continue
-            configuration, others = entry
-            self._ordered.append((seconds, configuration))
-            self._add_next(others)
-            return True
+        while found := self._waiting.next():
+            if not isinstance(found, (Mesh, ConfigurationGroup)):
+                self._ordered.append(found)
+                return True
+            self._open(found)
         return False
 
     def _open(self, found: _Unopened) -> list[ConfigurationGroup]:
@@ -97,7 +126,7 @@ class Frontier:
             groups = [exact] if exact else []
         for group in groups:
             self._count(group)
-            self._add_next(group.in_order(self._space.memory))
+            self._waiting.add_group(group)
         self._groups += groups
         return groups
 
@@ -111,9 +140,4 @@ class Frontier:
 
     def _add_unopened(self, found: _Unopened, seconds: float) -> None:
         self._unopened[found] = seconds
-        heappush(self._waiting, ((seconds,), next(self._number), found))
-
-    def _add_next(self, ordered: _Ordered) -> None:
-        following = next(ordered, None)
-        if following is not None:
-            heappush(self._waiting, (following[0], next(self._number), (following[1], ordered)))
+        self._waiting.add((seconds,), found)

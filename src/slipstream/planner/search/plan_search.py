@@ -272,8 +272,8 @@ class _PlanSearch:
     def prediction(self, configuration: Configuration) -> Prediction:
         """Returns the prediction of a simulated configuration."""
         if configuration not in self.known:
-            is_short = configuration not in self.extrapolated
-            make = SimulatedConfiguration.of if is_short else SimulatedConfiguration.extrapolated
+            is_part = configuration in self.extrapolated
+            make = SimulatedConfiguration.extrapolated if is_part else SimulatedConfiguration.of
             self.known[configuration] = predict(make(self.space, configuration))
         return self.known[configuration]
 
@@ -478,8 +478,9 @@ def joint_candidates(
     for offload, plan in product(dict.fromkeys((0.0, start.offload)), plans):
         if allows("recompute", "none") and allows("offload", offload):
             yield added(_split(plan) if _saves(start) else plan, "none", offload)
-    # Beside offloading it takes seconds and hardly ever finds the best.
-    if (not start.offload or best == inf) and allows("offload", start.offload) and space.memory < inf:
+    # What isn't fast enough without a limit isn't within one. Beside offloading it is hardly ever the best.
+    may_be = (free or not problem.split) and (not start.offload or best == inf)
+    if may_be and allows("offload", start.offload) and space.memory < inf:
         account = partial(_most_bytes, space, start, problem)
         within = replace(problem, memory_limit=space.memory, account=account, split=True)
         limited = _find(space, start, within, report)

@@ -44,8 +44,8 @@ from slipstream.planner.search.bounds import (
     with_savings,
 )
 from slipstream.planner.search.plan_options import PlanOptions
-from slipstream.planner.slicing import equal_time_slices, slice_tokens
-from slipstream.planner.slicing.equal_stage_slicing import between_cuts
+from slipstream.planner.slicing import equal_time_slices
+from slipstream.planner.slicing.equal_stage_slicing import TimeTable, best_slicing, between_cuts, cut_positions
 from slipstream.schedule import BACKWARDS, SCHEDULES, VOCABULARY, Op, ScheduleKind, make_schedule
 from slipstream.schedule.action_arrays import ActionArrays
 
@@ -401,9 +401,9 @@ class PlanSpace:
         sizes, seconds = bounds.least_bytes(), bounds.least_seconds(np.stack(tails))
         if not isinstance(cut.costs, AnalyticCosts) or first.context_exchange == "keys":
             seconds[-1] = self.least_seconds(Mesh.of(first))  # slices may be faster than a whole sequence
-        is_large = sizes > self.memory
-        (*_, least), seconds = np.where(is_large, inf, seconds).min(axis=1), np.where(is_large, 0.0, seconds)
-        return ConfigurationGroup(first, names, slicings, savings, seconds[:-1], sizes[:-1], float(least))
+        seconds = np.where(sizes > self.memory, inf, seconds)
+        least = float(seconds[-1].min())
+        return ConfigurationGroup(first, names, slicings, savings, seconds[:-1], sizes[:-1], least)
 
     def mean_state(self, mesh: Mesh) -> float:
         """Returns the least weights, gradients and optimizer state that a rank of a mesh may have, if all had as
@@ -492,7 +492,8 @@ _COUNTS_OF_ONE = (1, 2, 4, 8, 16, 32)  # on a single rank, where slices save mem
 _SHORTEST = 128  # tokens of a slice; the described devices have no times for shorter ones
 _MULTIPLE = 64  # tokens; slices of so many suit matrix products
 _FEWEST_CUTS, _MOST_CUTS = 64, 256  # places where an exact slicing may cut
-_KEPT_TABLES = 128  # of half a megabyte: the same stages are part of many pipelines
+_TOLERANCE = 5e-4  # of its step's time, by which an exact slicing may miss the best
+_KEPT_TABLES = 64  # of up to three megabytes: the same stages are part of many pipelines
 _MOST_EXACT = 128  # slices: a schedule with more takes seconds to simulate
 
 
@@ -561,30 +562,23 @@ class SliceChoices:
         The pipeline is filled once, by a slice on each rank (TeraPipe, Eq. 5). In all, a rank runs `num_passes` whole
         sequences of microbatches through one stage: as many as its microbatches times its stages.
         """
-        least = self._least(degrees)
-        forward, backward = (partial(self._slice_seconds, degrees, size, stage, op) for op in (Op.F, Op.B))
-        between = self.granularity
         try:
-            slicing = slice_tokens(
-                forward, self.seq_len, num_ranks, between, least, backward=backward, num_microbatches=num_passes
-            )
+            return best_slicing(self._table(degrees, size, stage), num_ranks, num_passes, _TOLERANCE).slices
         except SlipstreamError:  # no slices that end at these places are as long as those whose times are known
             return None
-        return slicing.slices
 
-    def _slice_seconds(self, degrees: Degrees, size: int, stage: Stage, op: Op, length: Ints, context: Ints) -> Floats:
-        end = -(-(context + length) // self.granularity)
-        seconds: Floats = self._table(degrees, size, stage, op)[end, context // self.granularity]
-        return seconds
-
-    def _compute_table(self, degrees: Degrees, size: int, stage: Stage, op: Op) -> Floats:
-        """Returns the seconds of the slice between any two places to cut, [end, start]; infinite where not known."""
+    def _compute_table(self, degrees: Degrees, size: int, stage: Stage) -> TimeTable:
+        """Returns the seconds of the slice between any two places to cut, forward and backward; infinite where they
+        aren't known, or the slice is too short."""
+        costs, least = self._costs(degrees, size), self._least(degrees)
 
         def seconds(lengths: Ints, contexts: Ints) -> Floats:
-            predicted = self._costs(degrees, size).seconds(stage, op, np.minimum(lengths, self.longest), contexts)
-            return np.where(lengths > self.longest, np.inf, predicted)
+            known = np.minimum(lengths, self.longest)
+            predicted = np.stack([costs.seconds(stage, op, known, contexts) for op in (Op.F, Op.B)])
+            return np.where((lengths > self.longest) | (lengths < least), inf, predicted)
 
-        return between_cuts(self.seq_len, self.granularity, seconds, np.inf)
+        times = between_cuts(self.seq_len, self.granularity, seconds, inf)
+        return TimeTable(cut_positions(self.seq_len, self.granularity), times)
 
     @cached_property
     def granularity(self) -> int:

@@ -134,8 +134,7 @@ class SimulatedConfiguration:
     def fits(self) -> bool:
         """Returns whether all devices and hosts have room."""
         host = self.space.source.host
-        has_host_room = host is None or self.host_peak() <= host.capacity
-        return has_host_room and max(self.peaks()) <= self.space.memory
+        return (host is None or self.host_peak() <= host.capacity) and max(self.peaks()) <= self.space.memory
 
     def host_peak(self) -> float:
         """Returns the most bytes that a rank holds on its host."""
@@ -143,8 +142,7 @@ class SimulatedConfiguration:
 
     def peaks(self) -> list[float]:
         """Returns the most bytes that each rank holds."""
-        peaks: list[float] = self.bytes.rank_peaks().tolist()
-        return peaks
+        return [*map(float, self.bytes.rank_peaks())]
 
     @cached_property
     def bytes(self) -> OrderBytes:

@@ -105,9 +105,15 @@ def slice_tokens(
     """
     check_counts(num_stages, num_microbatches)
     table = time_table([t] if backward is None else [t, backward], length, granularity, min_slice)
+    return best_slicing(table, num_stages, num_microbatches)
+
+
+def best_slicing(table: TimeTable, num_stages: int, num_microbatches: int = 1, tolerance: float = 0.0) -> Slicing:
+    """Returns what `slice_tokens` does for these times, or slices whose latency is longer by less than a share of it,
+    `tolerance`, in fewer solves."""
     weight = (num_stages - 1) / num_microbatches
-    path = minimize(lambda limits: shortest_path(table, limits), table.least, weight)
-    check_allowed(path, length)
+    path = minimize(lambda limits: shortest_path(table, limits), table.least, weight, tolerance)
+    check_allowed(path, int(table.bounds[-1]))
     return Slicing(table.lengths(path.choice), num_microbatches * path.total + (num_stages - 1) * sum(path.maxima))
 
 
@@ -267,7 +273,9 @@ class Solution(NamedTuple, Generic[Choice]):
     choice: Choice
 
 
-def minimize(solve: Callable[[Limits], Solution[Choice]], lower: Limits, weight: float) -> Solution[Choice]:
+def minimize(
+    solve: Callable[[Limits], Solution[Choice]], lower: Limits, weight: float, tolerance: float = 0.0
+) -> Solution[Choice]:
     """Returns the solution with the least total + weight · (sum of its maxima).
 
     A box of solutions, with maxima of at least `lower` and at most `limits`, costs solve(limits).total + weight ·
@@ -280,6 +288,7 @@ def minimize(solve: Callable[[Limits], Solution[Choice]], lower: Limits, weight:
         solve: limits -> the solution with the least total that keeps to them.
         lower: no solution has maxima below these.
         weight: K-1 for K stages.
+        tolerance: the share of its cost by which the solution may cost more than the least.
     """
     numbers = count()  # boxes with equal bounds are cut in the order in which they were added
     best, best_cost = solve((inf,) * len(lower)), inf
@@ -295,7 +304,7 @@ def minimize(solve: Callable[[Limits], Solution[Choice]], lower: Limits, weight:
             heapq.heappush(boxes, (bound, next(numbers), lower, limits, solution))
 
     add(lower, (inf,) * len(lower), best)
-    while boxes and boxes[0][0] < best_cost:
+    while boxes and boxes[0][0] < best_cost * (1 - tolerance):
         bound, _, lower, limits, solution = heapq.heappop(boxes)
         slack = (best_cost - bound) / weight  # maxima further over `lower` cost too much
         gaps = [min(slack, high - low) for low, high in zip(lower, solution.maxima, strict=True)]
@@ -374,11 +383,14 @@ def between_cuts(
     `seconds` are those of slices of some lengths after some contexts, (..., slices).
     """
     bounds = cut_positions(length, granularity)
-    ends, starts = np.tril_indices(len(bounds), -1)
-    times = seconds(bounds[ends] - bounds[starts], bounds[starts])
-    table = np.full((*times.shape[:-1], len(bounds), len(bounds)), otherwise)
-    table[..., ends, starts] = times
-    return table
+    tables = []
+    for first in range(0, len(bounds), _BLOCK):
+        ends, starts = np.nonzero(bounds[first : first + _BLOCK, None] > bounds)
+        times = seconds(bounds[first + ends] - bounds[starts], bounds[starts])
+        rows = np.full((*times.shape[:-1], min(_BLOCK, len(bounds) - first), len(bounds)), otherwise)
+        rows[..., ends, starts] = times
+        tables.append(rows)
+    return np.concatenate(tables, axis=-2)
 
 
 def time_table(times: Sequence[SliceTime], length: int, granularity: int, min_slice: int | None) -> TimeTable:
@@ -392,7 +404,8 @@ def time_table(times: Sequence[SliceTime], length: int, granularity: int, min_sl
     bounds = cut_positions(length, granularity)
     if min_slice is not None and not 1 <= min_slice <= length:
         raise SlipstreamError(f"min_slice={min_slice}: a slice has 1 to {length} tokens.")
-    tables = np.stack([_evaluate(time, bounds, granularity) for time in times])
+    callables = [time if callable(time) else _lookup(time, bounds, granularity) for time in times]
+    tables = np.stack([between_cuts(length, granularity, partial(_seconds, time), inf) for time in callables])
     wrong = np.isnan(tables) | (tables < 0)
     if wrong.any():
         d, end, start = np.argwhere(wrong)[0]
@@ -403,23 +416,6 @@ def time_table(times: Sequence[SliceTime], length: int, granularity: int, min_sl
     if min_slice is not None:
         tables[:, bounds[:, None] - bounds[None, :] < min_slice] = np.inf
     return TimeTable(bounds, tables)
-
-
-def _evaluate(time: SliceTime, bounds: Ints, granularity: int) -> Floats:
-    if not callable(time):
-        time = _lookup(time, bounds, granularity)
-    n = len(bounds) - 1
-    table = np.full((n + 1, n + 1), np.inf)
-    for first in range(0, n, _BLOCK):
-        ends = bounds[first + 1 : first + 1 + _BLOCK, None]
-        last = first + len(ends)
-        starts = bounds[None, :last]
-        contexts = np.minimum(
-            starts, bounds[first:last, None]
-        )  # any time will do for slices that end before they start
-        seconds = _seconds(time, ends - contexts, contexts)
-        table[first + 1 : last + 1, :last] = np.where(starts < ends, seconds, np.inf)
-    return table
 
 
 def _seconds(time: Callable[[Any, Any], Any], lengths: Ints, contexts: Ints) -> Floats:
