@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -41,6 +42,7 @@ _PROCESSES.set_forkserver_preload(
         "rich.progress",
         "support.architectures",
         "support.forked",
+        "support.preloaded",
         *(f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "llama", "mixtral", "qwen3")),
     ]
 )
@@ -75,6 +77,7 @@ class ForkedProgram:
     def __init__(self, folder: Path, script: Path, *arguments: str | Path) -> None:
         self._texts = folder / "stdout", folder / "stderr"
         words = [str(argument) for argument in arguments]
+        _start_server()
         self._process = _PROCESSES.Process(target=_run, args=(script, words, _environment(), self._texts))
         self._process.start()
         assert self._process.pid is not None
@@ -138,6 +141,7 @@ def _run_all(
     places = [_environment() | place for place in places]
     with tempfile.TemporaryDirectory() as folder:
         texts = Path(folder, "stdout"), Path(folder, "stderr")
+        _start_server()
         ranks = [_PROCESSES.Process(target=_run, args=(script, words, place, texts)) for place in places]
         for rank in ranks:
             rank.start()
@@ -148,9 +152,17 @@ def _run_all(
     return CompletedProcess([str(script), *words], code, stdout, stderr)
 
 
+def _start_server() -> None:
+    """Starts the process that forks, unless it runs. Python 3.11 imports there what PYTHONPATH has, and no more."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", f"{TESTS}{os.pathsep}{ROOT}", prepend=os.pathsep)
+        forkserver.ensure_running()
+
+
 def _environment() -> dict[str, str]:
     """This process's, which a test may have changed since the process that forks was started."""
-    return dict(os.environ) if SHOWS_GPU in os.environ else os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    own = {"PYTHONPATH": "", **os.environ}
+    return own if SHOWS_GPU in os.environ else own | {"CUDA_VISIBLE_DEVICES": ""}
 
 
 def _place(rank: int, num_processes: int, port: int) -> dict[str, str]:

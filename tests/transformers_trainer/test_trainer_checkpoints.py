@@ -118,19 +118,13 @@ def run(folder: Path, num_processes: int, *meshes: str) -> None:
 
 @pytest.mark.more
 def test_stages_and_tensor_ranks_train_and_other_processes_go_on(tmp_path: Path) -> None:
-    """Of two processes' checkpoints two replicas, tensor ranks, ranks that share slices, and one process go on."""
+    """Of two processes' checkpoints two replicas, tensor ranks, ranks that share slices, and one process go on, and two
+    replicas of two stages, where ranks that share batches aren't those that share layers."""
     write_expected(tmp_path)
     run(tmp_path, 2, "begin:stages", "begin:tensors", "go-on:replicas", "go-on:tensors", "go-on:slices")
+    run(tmp_path, 4, "go-on:both")
     for saved in (CHECKPOINT, "tensors/checkpoint-2"):
         with no_rounding_inside():
             alone = slipstream_trainer(tmp_path / "alone")
             alone.train(resume_from_checkpoint=str(tmp_path / saved))
             check_end(alone, tmp_path, resumed=True)
-
-
-@pytest.mark.more
-def test_replicas_of_stages_go_on(tmp_path: Path) -> None:
-    """Ranks that share batches aren't those that share layers."""
-    write_expected(tmp_path)
-    run(tmp_path, 2, "begin:stages")
-    run(tmp_path, 4, "go-on:both")

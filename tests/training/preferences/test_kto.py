@@ -176,9 +176,8 @@ def test_a_run_on_replicas_has_the_losses_of_one_pipeline(tmp_path: Path) -> Non
         "preference": {"loss": "kto", "beta": 0.5},
         "pipeline": {"num_ranks": 2, "slices": 3, "num_microbatches": 2},
         "runtime": {"self_check": False},
-        "optimizer": {"lr": 0.003},
-        "training": {"seq_len": 64, "batch_size": 6, "steps": 8, "eval_every": 8},
-        "checkpoint": {"every": 4},
+        "optimizer": {"lr": 0.01},
+        "training": {"seq_len": 64, "batch_size": 6, "steps": 4, "eval_every": 4},
     }
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
 
