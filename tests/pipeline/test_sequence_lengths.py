@@ -163,7 +163,7 @@ def test_memory_of_few_batches_is_kept() -> None:
     pipe = Pipeline(copy.deepcopy(MODELS["gpt2"]), "gpipe", num_microbatches=2, slices=2, **options)
     limit = pipe._runtime.memory_limit
     limit.most_steps = 2
-    for length in (*range(10, 16), 10):
+    for length in (10, 11, 12, 10):
         inputs, _ = batch_of([30, length, 2])
         assert pipe.step(inputs, inputs) > 0
     assert (len(limit._tables), len(limit._fitting)) == (0, 2)  # what rows hold follows from a few

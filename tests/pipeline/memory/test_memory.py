@@ -139,7 +139,7 @@ SETTINGS: list[dict[str, Any]] = [
             for n, each in enumerate(SETTINGS)
         ),
         *(
-            pytest.param("qwen3_5_text", each, marks=pytest.mark.more if n % 6 == 4 else pytest.mark.grid)
+            pytest.param("qwen3_5_text", each, marks=pytest.mark.more if n == 4 else pytest.mark.grid)
             for n, each in enumerate(SETTINGS[1:], 1)
         ),
     ],

@@ -40,18 +40,6 @@ def planned(**options: Any) -> Pipeline:
     return Pipeline.from_config(config, **settings) if model is None else Pipeline(model, **settings)
 
 
-@pytest.mark.more
-def test_the_plan_runs_from_the_first_step() -> None:
-    pipe = planned()
-    assert isinstance(pipe.plan, JointPlan)
-    assert not pipe.is_tuning
-    assert pipe.slices(LENGTH) == list(pipe.plan.slices)
-    assert [stage.stop - stage.start for stage in pipe.layout.layers] == list(pipe.plan.partition)
-    assert pipe.order.actions == pipe.plan.schedule.actions
-    inputs = tokens(batch=1, length=LENGTH)
-    assert torch.isfinite(pipe.step(inputs, inputs))
-
-
 @pytest.mark.grid
 def test_no_slice_is_longer_than_what_the_time_sufficed_to_measure(monkeypatch: pytest.MonkeyPatch) -> None:
     def measure(config: Any, settings: ProfileSettings, *arguments: Any) -> Profile:
@@ -91,7 +79,11 @@ def test_a_planned_step_has_the_gradients_of_the_whole_model(num_ranks: int) -> 
     whole = build(config).double()
     loss = unsplit_step(whole, inputs, inputs)
     pipe = planned(num_ranks=num_ranks, num_microbatches=2, model=build(config).double())
-    assert pipe.plan is not None
+    assert isinstance(pipe.plan, JointPlan)
+    assert not pipe.is_tuning
+    assert pipe.slices(LENGTH) == list(pipe.plan.slices)
+    assert [stage.stop - stage.start for stage in pipe.layout.layers] == list(pipe.plan.partition)
+    assert pipe.order.actions == pipe.plan.schedule.actions
     assert pipe.step(inputs, inputs) == pytest.approx(float(loss), rel=1e-12)
     assert gradient_error(whole, pipe) < 1e-10
 
