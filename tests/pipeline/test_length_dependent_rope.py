@@ -142,7 +142,7 @@ def test_a_padded_batch_counts_its_padding(name: str, positions: str) -> None:
 def test_frequencies_follow_the_batches_of_a_training(name: str) -> None:
     """Type dynamic keeps those of the longest batch: sequences that are alone, rehearsals and the search for what
     carries states change nothing."""
-    pipe, whole = pipeline(name, memory_limit=1e9, schedule="gpipe"), copy.deepcopy(MODELS[name])
+    pipe, whole = pipeline(name, memory_limit=1e9, schedule="gpipe", slices=2), copy.deepcopy(MODELS[name])
     for length, lone in ((36, [40]), (26, [48])):
         ids = tokens(batch=2, length=length)
         check(pipe, together(whole, {"input_ids": ids, "labels": labels_of(ids)}), ids, labels_of(ids))
