@@ -88,8 +88,11 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return weights(config.parent)
 
 
-@pytest.mark.grid
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(
+    "moment",
+    # Between nodes another test has the same moment, where a machine can have several.
+    [pytest.param(moment, marks=pytest.mark.more if moment == "saving" else pytest.mark.grid) for moment in MOMENTS],
+)
 def test_a_killed_rank_and_torchrun(tmp_path: Path, undisturbed: bytes, moment: str) -> None:
     module, name, at, rank = MOMENTS[moment]
     config = write_config(tmp_path / "run")

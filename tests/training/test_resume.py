@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from slipstream.checkpoint import Manifest
 from slipstream.errors import SlipstreamError
+from slipstream.extras.run_page import write_run_page
 from slipstream.pipeline import Pipeline
 from slipstream.schedule import Op, Schedule
 from slipstream.train.config import load_config
@@ -170,6 +171,7 @@ def test_experts_on_several_ranks_go_on_on_others_and_are_exported_whole(text: P
     train(4, first, text, *mixture, "--pp=2", "--ep=2")
     assert Manifest.read(first / "checkpoints" / "step-00000002").facts["mesh"] == {"pp": 2, "dp": 2, "tp": 1, "ep": 2}
     assert all(line["bytes_sent"]["ep"] > 0 for line in steps_of(first))
+    assert "pp 2 x dp 2 x tp 1 x ep 2" in write_run_page(first)[0].read_text()
     here = half_of(first, tmp_path / "here", step=2)
     train(2, here, text, *mixture, "--pp=1", "--dp=2", "--checkpoint.resume=latest")
     train(1, alone, text, *mixture, "--pp=1")
