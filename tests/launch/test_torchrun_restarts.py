@@ -90,7 +90,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 @pytest.mark.parametrize(
     "moment",
-    # Between nodes another test has the same moment, where a machine can have several.
+    # test_nodes.py has the same moment between two nodes, which not every machine can play.
     [pytest.param(moment, marks=pytest.mark.more if moment == "saving" else pytest.mark.grid) for moment in MOMENTS],
 )
 def test_a_killed_rank_and_torchrun(tmp_path: Path, undisturbed: bytes, moment: str) -> None:

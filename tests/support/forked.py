@@ -15,7 +15,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -77,9 +77,7 @@ class ForkedProgram:
     def __init__(self, folder: Path, script: Path, *arguments: str | Path) -> None:
         self._texts = folder / "stdout", folder / "stderr"
         words = [str(argument) for argument in arguments]
-        _start_server()
-        self._process = _PROCESSES.Process(target=_run, args=(script, words, _environment(), self._texts))
-        self._process.start()
+        self._process = _fork(_run, script, words, _environment(), self._texts)
         assert self._process.pid is not None
         self.pid: int = self._process.pid
 
@@ -114,10 +112,8 @@ def start_standing(
     for rank in range(num_processes):
         ours, theirs = socket.socketpair()
         place = {**os.environ, **_place(rank, num_processes, port), SHOWS_GPU: "1"}
-        process = _PROCESSES.Process(target=_stand, args=(script, list(arguments), place, theirs))
-        process.start()
+        started.append((_fork(_stand, script, list(arguments), place, theirs), ours))
         theirs.close()
-        started.append((process, ours))
     return started
 
 
@@ -141,10 +137,7 @@ def _run_all(
     places = [_environment() | place for place in places]
     with tempfile.TemporaryDirectory() as folder:
         texts = Path(folder, "stdout"), Path(folder, "stderr")
-        _start_server()
-        ranks = [_PROCESSES.Process(target=_run, args=(script, words, place, texts)) for place in places]
-        for rank in ranks:
-            rank.start()
+        ranks = [_fork(_run, script, words, place, texts) for place in places]
         code = _end(ranks, time.monotonic() + timeout)
         stdout, stderr = (text.read_text() if text.exists() else "" for text in texts)
     if code is None:
@@ -152,11 +145,15 @@ def _run_all(
     return CompletedProcess([str(script), *words], code, stdout, stderr)
 
 
-def _start_server() -> None:
-    """Starts the process that forks, unless it runs. Python 3.11 imports there what PYTHONPATH has, and no more."""
+def _fork(target: Callable[..., None], *arguments: object) -> BaseProcess:
+    """Runs a function in a process that is forked from one that has imported what most programs need."""
+    # Python 3.11 imports in that one what PYTHONPATH has, and no more.
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", f"{TESTS}{os.pathsep}{ROOT}", prepend=os.pathsep)
         forkserver.ensure_running()
+    process = _PROCESSES.Process(target=target, args=arguments)
+    process.start()
+    return process
 
 
 def _environment() -> dict[str, str]:
