@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -78,6 +78,15 @@ def test_the_plan_is_a_valid_schedule_of_the_whole_model_and_sequence() -> None:
     assert len(plan.partition) == plan.schedule.num_stages
     assert plan.schedule.num_slices == len(plan.slices)
     assert plan.ideal <= plan.bound <= plan.seconds
+
+
+def test_what_is_faster_than_it_must_be_is_found_still() -> None:
+    """Slices and cuts are passed over only where no plan on them is fast enough."""
+    task = problem(num_microbatches=4)
+    plan = find_joint_plan(task)
+    assert find_joint_plan(replace(task, most_seconds=1.001 * plan.seconds)).seconds <= plan.seconds
+    with pytest.raises(SlipstreamError, match="nothing was found that fits and takes less"):
+        find_joint_plan(replace(task, most_seconds=plan.ideal))
 
 
 def test_messages_take_time_of_the_stages_at_their_ends() -> None:

@@ -6,7 +6,7 @@ import random
 import re
 from dataclasses import replace
 from functools import cache, partial
-from itertools import product
+from itertools import islice, product
 
 import numpy as np
 import pytest
@@ -36,6 +36,7 @@ from slipstream.planner.report import configuration_text, reasons
 from slipstream.planner.search import bounds as search_bounds
 from slipstream.planner.search import search_plans, simulated_configuration
 from slipstream.planner.search.bounds import MemoryBound, NewestResults, PlacedPartition, ScheduleShape
+from slipstream.planner.search.frontier import Frontier
 from slipstream.planner.search.plan_options import PlanOptions
 from slipstream.planner.search.plan_search import promising
 from slipstream.planner.search.plan_space import PlanSpace
@@ -178,6 +179,20 @@ def test_a_bound_has_the_copies_to_the_host_and_back() -> None:
     exact = Configuration(1, 2, 2, 2, "v-min", 2, 1, "none", 1.0, "optimizer", "exact")
     bound, configuration = next((seconds, c) for seconds, _, c in found if replace(c, num_slices=1) == exact)
     assert 1 < predict(SimulatedConfiguration.of(space, configuration)).step_seconds / bound < 1.15
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_most_promising_come_first(number: int) -> None:
+    """Of all that may fit, and of those with another schedule, by the bounds that they have by themselves."""
+    space, found = bounds(number)
+    bound = {configuration: seconds for seconds, _, configuration in found if seconds}
+    frontier = Frontier(space, lambda *_: None)
+    first = [*frontier.starting(0)]
+    assert [seconds for seconds, _ in first] == sorted(seconds for seconds, _ in first)
+    assert all(bound.get(configuration, seconds) == seconds for seconds, configuration in first)
+    others = [*islice(frontier.others("schedule", "1f1b"), 100)]
+    assert "1f1b" not in {configuration.schedule for configuration in others}
+    assert [bound[c] for c in others if c in bound] == sorted(bound[c] for c in others if c in bound)
 
 
 @pytest.mark.parametrize(("schedule", "stages_per_rank"), [("1f1b", 1), ("interleaved-1f1b", 2), ("zb-v", 2)])

@@ -15,6 +15,10 @@ from hypothesis import strategies as st
 
 from slipstream import SlipstreamError
 from slipstream.planner.slicing.equal_stage_slicing import (
+    CutPath,
+    TimeTable,
+    best_slicing,
+    minimize,
     search_compiled,
     search_numpy,
     shortest_path,
@@ -94,6 +98,24 @@ def test_numba_and_numpy_agree_to_the_last_bit(backward: bool) -> None:
             plain, fast = (shortest_path(each, limits, search) for search in (search_numpy, search_compiled()))
             assert fast == plain
             assert all(a <= b for a, b in zip(fast.maxima, limits, strict=True))
+
+
+@pytest.mark.parametrize("tolerance", [0.0, 0.01, 0.1])
+def test_what_is_within_a_tolerance_takes_fewer_solves(tolerance: float) -> None:
+    draw, num_solves, missed = np.random.default_rng(2), [0, 0], 0.0
+    for _ in range(20):
+        table = time_table(draw.random((2, 41, 41)) + 1, 40, 1, None)
+        for which, share in enumerate((0.0, tolerance)):
+
+            def solve(limits: tuple[float, ...], which: int = which, table: TimeTable = table) -> CutPath:
+                num_solves[which] += 1
+                return shortest_path(table, limits)
+
+            minimize(solve, table.least, 7, share)
+        exact, found = best_slicing(table, 8).latency, best_slicing(table, 8, tolerance=tolerance).latency
+        missed = max(missed, 1 - exact / found)
+    assert 0 <= missed <= tolerance
+    assert (num_solves[1] < num_solves[0]) == (tolerance > 0)
 
 
 def test_functions_of_one_slice_and_tables_say_the_same() -> None:
