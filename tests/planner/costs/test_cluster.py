@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable
 from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from slipstream.cost import cluster as cluster_module
 from slipstream.cost.cluster import SHIPPED, Cluster, Device, load_cluster, parse_cluster
 from slipstream.errors import SlipstreamError
 from support.paths import ROOT
 
+PAGE = (ROOT / "docs" / "clusters.md").read_text(encoding="utf-8")
 DESCRIPTION: dict[str, Any] = {
     "name": "two",
     "num_nodes": 2,
@@ -48,7 +51,7 @@ def changed(path: str, value: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_shipped_descriptions_say_where_their_numbers_come_from(name: str) -> None:
+def test_shipped_descriptions_say_where_their_numbers_come_from_and_are_on_the_page(name: str) -> None:
     cluster = load_cluster(name)
     assert (cluster.name, cluster.devices_per_node) == (name, 4 if "nvl72" in name else 8)
     assert cluster.devices_per_domain == (72 if "nvl72" in name else 8)
@@ -58,6 +61,12 @@ def test_shipped_descriptions_say_where_their_numbers_come_from(name: str) -> No
     for before, line in pairwise(lines):  # each number with its source, behind it or above
         assert line.strip().startswith(given) or "#" in line or before.strip().startswith("#"), line
     assert cluster.inside.bandwidth > cluster.between.bandwidth
+    device, between = cluster.device, cluster.between
+    peak = device.flops.get("bfloat16", device.flops["float16"]) / 1e12
+    numbers = f"{device.memory / 1e9:g} | {device.memory_bandwidth / 1e9:,.0f} | {cluster.inside.bandwidth / 1e9:g}"
+    outside = f"{between.bandwidth / between.shared_by / 1e9:.3g}"
+    row = f"| `{name}` | {device.name} | {cluster.devices_per_domain} | {peak:g} | {numbers} | {outside} |"
+    assert row in PAGE.splitlines()
 
 
 def test_shipped_peaks() -> None:
@@ -84,39 +93,21 @@ def test_shipped_peaks() -> None:
     }
 
 
-@pytest.mark.parametrize("name", SHIPPED)
-def test_the_page_of_clusters_has_what_is_described(name: str) -> None:
-    cluster, page = load_cluster(name), (ROOT / "docs" / "clusters.md").read_text(encoding="utf-8")
-    device, between = cluster.device, cluster.between
-    peak = device.flops.get("bfloat16", device.flops["float16"]) / 1e12
-    numbers = f"{device.memory / 1e9:g} | {device.memory_bandwidth / 1e9:,.0f} | {cluster.inside.bandwidth / 1e9:g}"
-    outside = f"{between.bandwidth / between.shared_by / 1e9:.3g}"
-    row = f"| `{name}` | {device.name} | {cluster.devices_per_domain} | {peak:g} | {numbers} | {outside} |"
-    assert row in page.splitlines()
-
-
 def test_the_page_of_clusters_explains_every_field_and_its_example_can_be_read(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "clusters.md").read_text(encoding="utf-8")
-    (tmp_path / "ours.yaml").write_text(page.partition("```yaml\n")[2].partition("```")[0])
+    (tmp_path / "ours.yaml").write_text(PAGE.partition("```yaml\n")[2].partition("```")[0])
     assert load_cluster(tmp_path / "ours.yaml").num_devices == 32
-    explained = "\n".join(line.partition(" | ")[0] for line in page.splitlines() if line.startswith("| `"))
-    for field in fields(Device):
-        assert field.name == "name" or f"`device.{field.name}`" in explained
-    for field in fields(Cluster):
-        assert field.name in ("name", "device") or f"`{field.name}`" in explained
+    explained = "\n".join(line.partition(" | ")[0] for line in PAGE.splitlines() if line.startswith("| `"))
+    names = {f"device.{field.name}" for field in fields(Device)} | {field.name for field in fields(Cluster)}
+    assert [name for name in names - {"device.name", "name", "device"} if f"`{name}`" not in explained] == []
 
 
 def test_yaml_and_json_files_are_read_alike(tmp_path: Path) -> None:
-    import yaml
-
+    """Numbers that YAML takes for text are numbers."""
     (tmp_path / "a.yaml").write_text(yaml.safe_dump(DESCRIPTION))
     (tmp_path / "a.json").write_text(json.dumps(DESCRIPTION))
     found = [load_cluster(tmp_path / "a.yaml"), load_cluster(tmp_path / "a.json")]
     assert found == [parse_cluster(DESCRIPTION)] * 2
     assert found[0].num_devices == 8
-
-
-def test_numbers_that_yaml_takes_for_text_are_numbers() -> None:
     assert parse_cluster(changed("between.bandwidth", "25e9")).between.bandwidth == 25e9
 
 
@@ -171,21 +162,42 @@ def test_attentions_efficiency_is_a_line_over_the_logarithm() -> None:
         device.matmul_flops("int3")
 
 
-@pytest.fixture
-def cluster() -> Cluster:
-    return parse_cluster(DESCRIPTION)
+LONG = {**DESCRIPTION["between"], "bandwidth": 1e13}
 
 
-def test_a_ring_within_a_node_moves_its_bytes_over_the_inner_link(cluster: Cluster) -> None:
-    assert cluster.all_reduce_seconds(8e9, 4) == pytest.approx(6 * 1e-6 + 1.5 * 8e9 / 100e9)
-    assert cluster.all_reduce_seconds(8e9, 1) == 0
-
-
-def test_rings_across_nodes_share_what_leads_out_of_the_node(cluster: Cluster) -> None:
-    """Four groups, each with one device of a node: a quarter of the bandwidth each; one group of all has it alone."""
-    assert cluster.all_reduce_seconds(8e9, 2, stride=4) == pytest.approx(2 * 1e-5 + 8e9 / (10e9 / 4))
-    hops = 2 * (1e-5 + 6 * 1e-6)  # one of the seven leads out of the node
-    assert cluster.all_reduce_seconds(8e9, 8) == pytest.approx(hops + 14 / 8 * 8e9 / 10e9)
+@pytest.mark.parametrize(
+    ("change", "seconds", "expected"),
+    [
+        # A ring within a node moves its bytes over the inner link.
+        (None, lambda c: c.all_reduce_seconds(8e9, 4), 6 * 1e-6 + 1.5 * 8e9 / 100e9),
+        (None, lambda c: c.all_reduce_seconds(8e9, 1), 0),
+        # Rings across nodes share what leads out of a node: four groups with one device of a node each, a quarter.
+        (None, lambda c: c.all_reduce_seconds(8e9, 2, stride=4), 2 * 1e-5 + 8e9 / (10e9 / 4)),
+        # A group of all has it alone. One of its seven hops leads out of the node.
+        (None, lambda c: c.all_reduce_seconds(8e9, 8), 2 * (1e-5 + 6 * 1e-6) + 14 / 8 * 8e9 / 10e9),
+        # Each device keeps an equal part in an all-to-all; what leaves a node of four shares its link, while others
+        # are sent inside.
+        (None, lambda c: c.all_to_all_seconds(8e9, 1), 0),
+        (None, lambda c: c.all_to_all_seconds(8e9, 4), 1e-6 + 3 / 4 * 8e9 / 100e9),
+        (None, lambda c: c.all_to_all_seconds(8e9, 8), 1e-5 + 4 / 8 * 8e9 / (10e9 / 4)),
+        (None, lambda c: c.all_to_all_seconds(8e9, 2, stride=4), 1e-5 + 1 / 2 * 8e9 / (10e9 / 4)),
+        (("between", LONG), lambda c: c.all_to_all_seconds(8e9, 8), 1e-5 + 3 / 8 * 8e9 / 100e9),
+        # A rack that NVLink connects is one domain of many nodes.
+        (("nodes_per_domain", 2), lambda c: c.all_reduce_seconds(8e9, 8), 14 * 1e-6 + 14 / 8 * 8e9 / 100e9),
+        (
+            ("nodes_per_domain", 2),
+            lambda c: c.with_nodes(4).exchange_seconds(8e9, 16),
+            1e-5 + 14 * 1e-6 + 15 / 16 * 8e9 / (8 * 10e9 / 4),
+        ),
+        (("nodes_per_domain", 2), lambda c: (c.devices_per_domain, c.num_devices), (8, 8)),
+        # A link of its own is not shared.
+        (None, lambda c: (c.inside.rate(senders=4), c.between.rate(senders=2)), (100e9, 5e9)),
+    ],
+)
+def test_links(change: tuple[str, Any] | None, seconds: Callable[[Cluster], object], expected: object) -> None:
+    """Two nodes of four devices, each with a link inside and a share of the one between nodes."""
+    description = changed(*change) if change else DESCRIPTION
+    assert seconds(parse_cluster(description)) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("stride", "size", "cards"), [(1, 8, 4), (2, 4, 2), (4, 2, 1)])
@@ -196,26 +208,3 @@ def test_a_group_uses_the_cards_of_all_its_devices_of_a_node(stride: int, size: 
     assert cluster.exchange_seconds(8e9, size, stride) == pytest.approx(sent / (cards * 10e9), rel=1e-4)
     slow = parse_cluster(changed("between", {**DESCRIPTION["between"], "shared_by": 1, "bandwidth": 90e9}))
     assert slow.exchange_seconds(8e9, 8) == pytest.approx(7 / 8 * 8e9 / 100e9, rel=1e-3)
-
-
-def test_an_all_to_all_sends_inside_of_nodes_and_between_them_at_the_same_time(cluster: Cluster) -> None:
-    """Each device keeps an equal part of its bytes; those that leave a node of four share its link."""
-    assert cluster.all_to_all_seconds(8e9, 1) == 0
-    assert cluster.all_to_all_seconds(8e9, 4) == pytest.approx(1e-6 + 3 / 4 * 8e9 / 100e9)
-    assert cluster.all_to_all_seconds(8e9, 8) == pytest.approx(1e-5 + 4 / 8 * 8e9 / (10e9 / 4))
-    assert cluster.all_to_all_seconds(8e9, 2, stride=4) == pytest.approx(1e-5 + 1 / 2 * 8e9 / (10e9 / 4))
-    fast = parse_cluster(changed("between", {**DESCRIPTION["between"], "bandwidth": 1e13}))
-    assert fast.all_to_all_seconds(8e9, 8) == pytest.approx(1e-5 + 3 / 8 * 8e9 / 100e9)
-
-
-def test_a_rack_that_nvlink_connects_is_one_domain_of_many_nodes(cluster: Cluster) -> None:
-    rack = parse_cluster(changed("nodes_per_domain", 2))
-    assert (rack.devices_per_domain, rack.num_devices) == (8, 8)
-    assert rack.all_reduce_seconds(8e9, 8) == pytest.approx(14 * 1e-6 + 14 / 8 * 8e9 / 100e9)
-    more = rack.with_nodes(4)
-    assert more.exchange_seconds(8e9, 16) == pytest.approx(1e-5 + 14 * 1e-6 + 15 / 16 * 8e9 / (8 * 10e9 / 4))
-
-
-def test_a_link_of_its_own_is_not_shared(cluster: Cluster) -> None:
-    assert 1e9 / cluster.inside.rate(senders=4) == pytest.approx(0.01)
-    assert 1e9 / cluster.between.rate(senders=2) == pytest.approx(0.2)

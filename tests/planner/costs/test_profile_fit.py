@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import pytest
@@ -47,11 +47,15 @@ def count_scores(window: AttentionWindow, length: int, context: int) -> int:
 
 
 def test_the_fit_recovers_the_model_exactly() -> None:
+    """At points that weren't measured too; of arrays as of single ones."""
     fit = fit_times({point: linear(*point) for point in POINTS})
     assert fit.coefficients == pytest.approx((2e-4, 3e-7, 5e-8, 7e-9), rel=1e-6)
     unseen = {(i, j): linear(i, j) for i in LENGTHS for j in (1, 77, 200, 1000)}
     assert max(relative_errors(fit, unseen).values()) < 1e-9
     assert fit(64, 0) == pytest.approx(base(64), rel=1e-12)  # the table itself
+    lengths, contexts = (1, 64, 100), (0, 5, 300)
+    table = fit(np.array(lengths)[:, None], np.array(contexts))
+    assert table.tolist() == [[fit(i, j) for j in contexts] for i in lengths]
 
 
 def test_between_lengths_attention_grows_with_the_square() -> None:
@@ -68,17 +72,22 @@ def test_between_lengths_attention_grows_with_the_square() -> None:
 def test_between_lengths_the_table_is_a_straight_line_without_attention() -> None:
     fit = fit_times({(10, 0): 1.0, (20, 0): 3.0, (40, 0): 4.0})
     assert [fit(i, 0) for i in (10, 15, 20, 30, 40)] == pytest.approx([1.0, 2.0, 3.0, 3.5, 4.0])
-    for length in (9, 41):
-        with pytest.raises(SlipstreamError, match="10 to 40 were measured"):
-            fit(length, 0)
+    assert fit(15, 100) == fit(15, 0)  # without a measured context only the table is left
+    assert fit_times({(4, 0): 1.0}) == TimeFit((4,), (1.0,), (AttentionWindow(),), (0.0,) * 4)
 
 
-def test_arrays_are_evaluated_as_single_points_are() -> None:
-    fit = fit_times({point: linear(*point) for point in POINTS})
-    table = fit(np.array([[1], [64], [100]]), np.array([0, 5, 300]))
-    assert table.shape == (3, 3)
-    for (row, i), (column, j) in itertools.product(enumerate((1, 64, 100)), enumerate((0, 5, 300))):
-        assert table[row, column] == fit(i, j)
+@pytest.mark.parametrize(
+    ("refused", "message"),
+    [
+        (lambda: fit_times({(10, 0): 1.0, (40, 0): 4.0})(9, 0), "10 to 40 were measured"),
+        (lambda: fit_times({(10, 0): 1.0, (40, 0): 4.0})(41, 0), "10 to 40 were measured"),
+        (lambda: fit_times({(4, 2): 1.0}), r"add points \(length, 0\)"),
+        (lambda: find_window({100: 90, 99: 40}), "neither full attention, a sliding window nor blocks"),
+    ],
+)
+def test_what_was_not_measured_or_is_not_known_is_refused(refused: Callable[[], object], message: str) -> None:
+    with pytest.raises(SlipstreamError, match=message):
+        refused()
 
 
 def test_the_error_that_is_minimised_is_relative() -> None:
@@ -138,11 +147,6 @@ def test_a_window_is_found_from_what_queries_see(window: AttentionWindow) -> Non
     assert find_window({position: window.first(position) for position in positions}) == window
 
 
-def test_an_unknown_window_is_refused() -> None:
-    with pytest.raises(SlipstreamError, match="neither full attention, a sliding window nor blocks"):
-        find_window({100: 90, 99: 40})
-
-
 def test_a_sliding_windows_time_stops_growing() -> None:
     """With the keys and scores it has, four coefficients still fit; with full attention's they can't."""
     window = AttentionWindow("sliding", 64)
@@ -155,10 +159,3 @@ def test_a_sliding_windows_time_stops_growing() -> None:
     unseen = {(i, j): time(i, j) for i in LENGTHS for j in (4, 50, 100, 2000)}
     assert max(relative_errors(fit_times(points, [window]), unseen).values()) < 1e-9
     assert max(relative_errors(fit_times(points), unseen).values()) > 0.02
-
-
-def test_without_context_only_the_table_is_left() -> None:
-    assert fit_times({(4, 0): 1.0}) == TimeFit((4,), (1.0,), (AttentionWindow(),), (0.0,) * 4)
-    assert fit_times({(4, 0): 1.0, (8, 0): 3.0})(6, 100) == 2.0
-    with pytest.raises(SlipstreamError, match="add points \\(length, 0\\)"):
-        fit_times({(4, 2): 1.0})

@@ -1,9 +1,13 @@
-"""The joint search finds plans that run, that keep to memory limits, and that beat what it chooses from."""
+"""The joint search finds plans that run, keep to memory limits and beat what they are chosen from.
+
+A plan spreads the head's rows over the ranks where that makes the simulated step shorter.
+"""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -13,18 +17,17 @@ from hypothesis import strategies as st
 from slipstream.array_types import Floats, Ints
 from slipstream.cost import OPS
 from slipstream.errors import SlipstreamError
-from slipstream.planner.joint import JointPlan, JointProblem, OutOfMemoryError, find_joint_plan
-from slipstream.planner.joint.joint_search import FinalistSearch, placements
+from slipstream.planner.joint import JointPlan, JointProblem, OutOfMemoryError, find_joint_plan, find_vocabulary_plan
+from slipstream.planner.joint.joint_search import FinalistSearch, find_spread_plan, placements, spread_costs
 from slipstream.planner.joint.placement_search import PlacementSearch, QuickOrder
 from slipstream.planner.joint.problem import MemoryAccount
 from slipstream.planner.joint.unit_costs import SlicedUnits
 from slipstream.planner.order.makespan_bounds import rank_bounds
 from slipstream.planner.order.order_search import find_order
-from slipstream.schedule import Op, Schedule, validate
-from slipstream.simulator import simulate
+from slipstream.schedule import Action, Op, Schedule, validate
+from slipstream.simulator import result_seconds, simulate
 from support.examples import examples
-
-SHARES = {Op.F: 1.0, Op.B: 2.0, Op.I: 1.2, Op.W: 0.8}
+from support.plain_costs import SHARES
 
 
 @dataclass(frozen=True)
@@ -70,20 +73,33 @@ def problem(num_ranks: int = 2, seq_len: int = 512, **settings: object) -> Joint
     return JointProblem(costs, seq_len, num_ranks, effort=effort, **settings)  # type: ignore[arg-type]
 
 
+@cache
+def found() -> JointPlan:
+    return find_joint_plan(problem())
+
+
+@cache
+def found_of_four() -> JointPlan:
+    """The plan of four microbatches without a limit."""
+    return find_joint_plan(problem(num_microbatches=4))
+
+
 def test_the_plan_is_a_valid_schedule_of_the_whole_model_and_sequence() -> None:
-    plan = find_joint_plan(problem())
+    """And beats equal stages and slices in their best order."""
+    plan = found()
     validate(plan.schedule)
     assert sum(plan.partition) == 4
     assert sum(plan.slices) == 512
     assert len(plan.partition) == plan.schedule.num_stages
     assert plan.schedule.num_slices == len(plan.slices)
     assert plan.ideal <= plan.bound <= plan.seconds
+    equal = SlicedUnits(ToyCosts(), (64,) * 8).table((0, 5, 10))
+    assert plan.seconds < simulate(find_order([0, 1], 1, 8, equal), equal).makespan
 
 
 def test_what_is_faster_than_it_must_be_is_found_still() -> None:
     """Slices and cuts are passed over only where no plan on them is fast enough."""
-    task = problem(num_microbatches=4)
-    plan = find_joint_plan(task)
+    task, plan = problem(num_microbatches=4), found_of_four()
     assert find_joint_plan(replace(task, most_seconds=1.001 * plan.seconds)).seconds <= plan.seconds
     with pytest.raises(SlipstreamError, match="nothing was found that fits and takes less"):
         find_joint_plan(replace(task, most_seconds=plan.ideal))
@@ -110,16 +126,17 @@ def test_a_heavy_head_gets_fewer_layers_beside_it_than_equal_layers_would() -> N
     assert by_rank[heavy.schedule.placement[-1]] < by_rank[heavy.schedule.placement[0]]
 
 
-def test_it_beats_equal_stages_and_slices_in_their_best_order() -> None:
-    task = problem()
-    plan = find_joint_plan(task)
-    equal = SlicedUnits(task.costs, (64,) * 8).table((0, 5, 10))
-    assert plan.seconds < simulate(find_order([0, 1], 1, 8, equal), equal).makespan
-
-
 @pytest.mark.more
-def test_the_same_problem_gives_the_same_plan() -> None:
-    assert find_joint_plan(problem()) == find_joint_plan(problem())
+def test_the_same_problem_gives_the_same_plan_and_its_table_says_what_was_compared() -> None:
+    plan = find_joint_plan(problem())
+    assert plan == found()
+    lines = plan.table().splitlines()
+    assert lines[0].split() == ["stages", "on", "ranks", "layers", "slices", "step", "over", "ideal"]
+    assert len(lines) >= 1 + 1 + len(plan.rejected)
+    assert plan.exact is not None
+    assert plan.exact.seconds >= plan.seconds
+    assert plan.exact.schedule.placement == plan.schedule.placement
+    assert "dynamic program" in lines[-1]
 
 
 @pytest.mark.more
@@ -131,20 +148,15 @@ def test_more_ranks_and_microbatches() -> None:
 
 
 @pytest.mark.more
-def test_a_memory_limit_is_kept() -> None:
-    task = problem(num_microbatches=4)
-    free = find_joint_plan(task)
-    peak = max(_peaks(task, free))
-    limited = find_joint_plan(problem(num_microbatches=4, memory_limit=0.6 * peak))
-    assert max(_peaks(task, limited)) <= 0.6 * peak
+def test_a_memory_limit_is_kept_and_forwards_run_again_where_nothing_else_fits() -> None:
+    task, free = problem(num_microbatches=4), found_of_four()
+    limit = 0.6 * max(peaks(task, free))
+    limited = find_joint_plan(replace(task, memory_limit=limit))
+    assert max(peaks(task, limited)) <= limit
     assert limited.seconds >= free.bound
-
-
-@pytest.mark.more
-def test_forwards_run_again_where_nothing_else_fits() -> None:
-    plan = find_joint_plan(problem(memory_limit=25_000))
-    assert plan.recompute != "none"
-    assert "computed again" in plan.table()
+    again = find_joint_plan(problem(memory_limit=25_000))
+    assert again.recompute != "none"
+    assert "computed again" in again.table()
 
 
 def account(task: JointProblem, more: float) -> MemoryAccount:
@@ -152,7 +164,7 @@ def account(task: JointProblem, more: float) -> MemoryAccount:
 
     def peaks(partition: tuple[float, ...], slices: tuple[int, ...], schedule: Schedule, again: str) -> list[float]:
         units = SlicedUnits(task.costs, slices, again)
-        bounds = _bounds(task, partition)
+        bounds = bounds_of(task, partition)
         ranks = schedule.placement
         held = simulate(schedule, units.table(bounds)).peak_memory + np.bincount(ranks, np.diff(bounds) * 1000.0)
         computed = [max(units.computed_again(bounds)[np.array(ranks) == rank]) for rank in range(task.num_ranks)]
@@ -163,14 +175,13 @@ def account(task: JointProblem, more: float) -> MemoryAccount:
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("share", [0.97, pytest.param(0.6, marks=pytest.mark.more)])
+@pytest.mark.parametrize("share", [0.97, 0.6])
 def test_the_account_decides_what_fits(share: float) -> None:
     """It holds more than the search knows of; backwards are split under a limit, too."""
-    task = problem(num_microbatches=4)
+    task, free = problem(num_microbatches=4), found_of_four()
     counted = account(task, 700.0)
-    free = find_joint_plan(task)
     limit = share * max(counted(free.partition, free.slices, free.schedule, "none"))
-    plan = find_joint_plan(problem(num_microbatches=4, memory_limit=limit, account=counted))
+    plan = find_joint_plan(replace(task, memory_limit=limit, account=counted))
     for each in (plan, *plan.rejected):
         assert max(counted(each.partition, each.slices, each.schedule, each.recompute)) <= limit
     assert plan.seconds >= free.bound
@@ -189,29 +200,17 @@ def test_what_would_fit_is_said_where_nothing_does() -> None:
     assert max(counted(plan.partition, plan.slices, plan.schedule, plan.recompute)) <= least
 
 
-def _peaks(task: JointProblem, plan: JointPlan) -> list[float]:
+def peaks(task: JointProblem, plan: JointPlan) -> list[float]:
     """The bytes of weights and of activations that each rank holds at most."""
-    bounds = _bounds(task, plan.partition)
+    bounds = bounds_of(task, plan.partition)
     timeline = simulate(plan.schedule, SlicedUnits(task.costs, plan.slices).table(bounds))
     state = np.bincount(plan.schedule.placement, np.diff(bounds) * 1000.0)
     return [float(a + b) for a, b in zip(timeline.peak_memory, state, strict=True)]
 
 
-def _bounds(task: JointProblem, partition: tuple[float, ...]) -> tuple[int, ...]:
+def bounds_of(task: JointProblem, partition: tuple[float, ...]) -> tuple[int, ...]:
     ends = np.cumsum([2 * count for count in partition]).astype(int) + 1
     return (0, *ends[:-1].tolist(), task.num_units)
-
-
-@pytest.mark.more
-def test_the_table_says_what_was_compared() -> None:
-    plan = find_joint_plan(problem())
-    lines = plan.table().splitlines()
-    assert lines[0].split() == ["stages", "on", "ranks", "layers", "slices", "step", "over", "ideal"]
-    assert len(lines) >= 1 + 1 + len(plan.rejected)
-    assert plan.exact is not None
-    assert plan.exact.seconds >= plan.seconds
-    assert plan.exact.schedule.placement == plan.schedule.placement
-    assert "dynamic program" in lines[-1]
 
 
 def test_slices_are_as_long_as_is_allowed_even_where_that_makes_them_many() -> None:
@@ -308,3 +307,114 @@ def test_bounds_and_quick_orders_enclose_the_best_order(
     best = simulate(found, table).makespan
     assert least <= best * (1 + 1e-9)
     assert least * (1 - 1e-9) <= quick <= 2 * best
+
+
+# --- a spread head ---------------------------------------------------------------------------------------------------
+
+HEAVY = ToyCosts(num_layers=6, head=7.0, overhead=1.0)
+
+
+def ignored(share: float) -> None:
+    """Takes what is told about progress."""
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_heavy_head_is_spread(tied: bool) -> None:
+    """With it a tied embedding: every rank then looks at every token, as the first one does for a whole embedding."""
+    task = problem(costs=HEAVY, tied=tied)
+    plan = find_vocabulary_plan(task, "auto", ignored)
+    assert plan.other_head is not None
+    assert (plan.head, plan.other_head.head) == ("spread", "whole")
+    assert plan.other_head == find_joint_plan(task)
+    assert plan.seconds < 1.05 * plan.ideal < plan.other_head.seconds
+    assert plan.ideal <= plan.bound <= plan.seconds
+    validate(plan.schedule)
+    assert (plan.schedule.spreads_embedding, plan.other_head.schedule.spreads_embedding) == (tied, False)
+    cost = spread_costs(task, plan.partition, plan.slices)
+    assert simulate(plan.schedule, cost).makespan == plan.seconds
+    lines = plan.table().splitlines()
+    assert [line.split()[-1] for line in (lines[0], lines[1])] == ["head", "spread"]
+    assert f"whole, on one rank, a step takes +{plan.other_head.seconds / plan.seconds - 1:.1%}" in lines[-1]
+    for op, like in ((Op.E, Op.F), (Op.EW, Op.W)) if tied else ():
+        units, _ = HEAVY.seconds(like, np.array(plan.slices), np.zeros(len(plan.slices), np.int64))
+        assert {cost.seconds(Action(op, g, 0, 0)) for g in plan.schedule.vocabulary_stages} == {units[0, 0]}
+
+
+@dataclass(frozen=True)
+class CostlyLogits(ToyCosts):
+    """A head whose tokens take the longer the more of them there are in a slice."""
+
+    def seconds(self, op: Op, lengths: Ints, contexts: Ints) -> tuple[Floats, Floats]:
+        units, fixed = super().seconds(op, lengths, contexts)
+        return np.concatenate([units[:-1], units[-1:] * (0.25 + lengths / 256)]), fixed
+
+
+@pytest.mark.more
+def test_work_counts_in_the_slices_of_the_plan() -> None:
+    """In one slice all work takes so long that a whole head's plan is shorter than an equal share of it."""
+    task = problem(costs=CostlyLogits(num_layers=6, head=7.0, overhead=1.0))
+    plan = find_vocabulary_plan(task, "auto", ignored)
+    assert plan.other_head is not None
+    assert plan.head == "spread"
+
+
+@pytest.mark.more
+def test_a_spread_head_loses_where_actions_cost_much() -> None:
+    plan = find_vocabulary_plan(problem(costs=ToyCosts(num_layers=6, head=2.0, overhead=200.0)), "auto", ignored)
+    assert plan.other_head is not None
+    assert (plan.head, plan.other_head.head) == ("whole", "spread")
+    assert "with its rows spread over the ranks a step takes +" in plan.table()
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("head", [0.1, 0.75])
+def test_a_light_head_is_no_question(head: float) -> None:
+    task = problem(costs=ToyCosts(num_layers=8, head=head))
+    plan = find_vocabulary_plan(task, "auto", ignored)
+    assert plan == find_joint_plan(task)
+    assert "head" not in plan.table()
+
+
+def test_what_is_asked_for_is_what_is_planned() -> None:
+    task = problem(costs=HEAVY)
+    for vocabulary in ("whole", "spread"):
+        plan = find_vocabulary_plan(task, vocabulary, ignored)
+        assert (plan.head, plan.other_head) == (vocabulary, None)
+
+
+def test_all_parts_together_cost_what_the_head_does_and_their_actions_besides() -> None:
+    """The seconds of V's and VW's on all ranks are those of the head's F, I and W."""
+    task = problem(costs=HEAVY, num_ranks=4)
+    slices = (200, 312)
+    cost = spread_costs(task, (2, 2, 2, 0), slices)
+    for index, (length, context) in enumerate(((200, 0), (312, 200))):
+        each = [HEAVY.seconds(op, np.array([length]), np.array([context])) for op in (Op.F, Op.I, Op.W)]
+        head, fixed = sum(float(units[-1, 0]) for units, _ in each), HEAVY.overhead
+        parts = [cost.seconds(Action(op, g, 0, index)) for op in (Op.V, Op.VW) for g in range(4)]
+        assert sum(parts) == pytest.approx(head + 8 * fixed)
+        assert cost.seconds(Action(Op.L, 3, 0, index)) == fixed
+        assert cost.seconds(Action(Op.F, 3, 0, index)) == fixed
+
+
+def test_a_part_of_a_slice_is_two_tensors_and_the_sums_are_none() -> None:
+    cost = spread_costs(problem(costs=ToyCosts(latency=0.5, bandwidth=8.0)), (2, 2), (256, 256))
+    sent = 256 * 4 / 8
+    wanted = {Op.F: 0.5 + sent, Op.V: 0.5 + 2 * sent, Op.L: 0.5}
+    assert {op: result_seconds(cost, Action(op, 1, 0, 0), 1, 0) for op in wanted} == wanted
+
+
+@pytest.mark.more
+def test_one_more_microbatch_is_in_flight_where_memory_allows_it() -> None:
+    """By the account of the whole plan, which here counts the microbatches between their forward and backward."""
+    task = problem(num_ranks=4, costs=HEAVY, num_microbatches=8, most_slices=1, effort=1e5)
+    free = find_spread_plan(task)
+
+    def account(partition: tuple[float, ...], slices: tuple[int, ...], schedule: Schedule, again: bool) -> list[float]:
+        changes = [[(action.op is Op.F) - (action.op in (Op.B, Op.I)) for action in row] for row in schedule.actions]
+        return [float(np.cumsum(row).max()) for row in changes]
+
+    most = max(account(free.partition, free.slices, free.schedule, False))
+    limited = find_spread_plan(replace(task, memory_limit=most - 1, account=account))
+    assert max(account(limited.partition, limited.slices, limited.schedule, False)) < most
+    assert free.seconds < limited.seconds

@@ -16,11 +16,21 @@ from slipstream.errors import SlipstreamError
 from slipstream.planner.order.local_search import anneal
 from slipstream.planner.order.order_search import find_order, step_lower_bound
 from slipstream.planner.order.ordering_problem import OrderingProblem
-from slipstream.schedule import Op, Schedule, add_communication, check_communication, predecessors, validate
+from slipstream.schedule import (
+    Action,
+    Op,
+    Schedule,
+    add_communication,
+    check_communication,
+    join_backwards,
+    predecessors,
+    validate,
+)
 from slipstream.simulator import simulate
-from slipstream.simulator.costs import TableCost, UnitCost
+from slipstream.simulator.costs import MicrobatchCost, TableCost, UnitCost
 from slipstream.simulator.time_kernel import makespan, peak, start_times
 from support.examples import examples
+from support.schedules import named_schedules
 
 EFFORT = 1e5  # a fraction of a second
 
@@ -172,6 +182,45 @@ def test_found_orders(seed: int, memory: float | None, bandwidth: float | None) 
     assert find_order(*arguments(small), **keywords, effort=EFFORT) == found
 
 
+def costs_of(schedule: Schedule, dice: random.Random) -> MicrobatchCost:
+    """Other times, messages and activations in every microbatch; a whole backward takes its halves' time."""
+    latency, bandwidth, stages = dice.choice([0, 2]), dice.choice([None, 0.5, 5.0]), range(schedule.num_stages)
+    tables = []
+    for count in schedule.slice_counts:
+        times = {(g, i, op): dice.randint(1, 9) for g in stages for i in range(count) for op in (Op.F, Op.I, Op.W)}
+        times |= {(g, i, Op.B): times[g, i, Op.I] + times[g, i, Op.W] for g in stages for i in range(count)}
+        sizes = {(g, i): dice.randint(1, 9) for g in stages for i in range(count)}
+        messages = [dice.randint(1, 9) for _ in range(count)]
+        tables.append(TableCost(times, messages, latency, bandwidth, activations=sizes))
+    return MicrobatchCost(tables)
+
+
+@pytest.mark.more
+@examples(20)
+@given(named_schedules(most_ranks=3, ragged=True), st.randoms(use_true_random=False), st.booleans())
+def test_orders_of_ragged_steps_keep_to_the_bound_and_beat_the_hand_written(
+    schedule: Schedule, dice: random.Random, split: bool
+) -> None:
+    cost, counts = costs_of(schedule, dice), schedule.slice_counts
+    problem = schedule.placement, len(counts), counts, cost
+    found = find_order(*problem, split=split, effort=1e4)
+    seconds = simulate(found, cost).makespan
+    assert found.slice_counts == counts
+    hand_written = simulate(schedule if split else join_backwards(schedule), cost).makespan
+    assert step_lower_bound(*problem, split=split) <= seconds * (1 + 1e-9)
+    assert seconds <= hand_written * (1 + 1e-9)
+    least = [0.0] * schedule.num_ranks
+    for m, count in enumerate(counts):
+        sizes = [0.0] * schedule.num_ranks
+        for g, rank in enumerate(schedule.placement):
+            sizes[rank] += sum(cost.activation_bytes(Action(Op.F, g, m, i)) for i in range(count))
+        least = [*map(max, least, sizes)]
+    frugal = simulate(find_order(*problem, split=split, effort=1e4, memory_limit=least), cost)
+    assert all(most <= limit for most, limit in zip(frugal.peak_memory, least, strict=True))
+    bound = step_lower_bound(*problem, split=split, memory_limit=least)
+    assert bound <= frugal.makespan * (1 + 1e-9)
+
+
 def test_reaches_the_step_without_bubbles() -> None:
     """Zero bubble, section 3.2: (p-1)F + ms(F+I+W) where F, I and W take the same time and ms >= 2(p-1)+s."""
     for p, m, s in [(2, 3, 2), (4, 2, 8), (8, 5, 4)]:
@@ -228,16 +277,20 @@ def test_the_least_memory_is_the_least() -> None:
         assert list(simulate(found, small.cost).peak_memory) == least
 
 
-def test_a_limit_that_nothing_fits_in() -> None:
+@pytest.mark.parametrize(
+    ("placement", "num_microbatches", "memory_limit", "message"),
+    [
+        ([0, 1], 4, [20, 59], r"memory_limit is 59 bytes on rank 1.* 60 bytes"),
+        ([0, 1], 4, [20], "one for each of 2 ranks"),
+        ([0, 2], 4, None, "every rank from 0 on"),
+        ([0, 1], 0, None, "at least one"),
+    ],
+)
+def test_a_problem_that_has_no_order_is_refused(
+    placement: list[int], num_microbatches: int, memory_limit: list[int] | None, message: str
+) -> None:
     sizes = {(g, i): size for g, size in enumerate((10, 30)) for i in range(2)}
     times = {(g, i, op): 1 for g in range(2) for i in range(2) for op in (Op.F, Op.B, Op.I, Op.W)}
     cost = TableCost(times, activations=sizes)
-    with pytest.raises(SlipstreamError, match=r"memory_limit is 59 bytes on rank 1.* 60 bytes"):
-        find_order([0, 1], 4, 2, cost, memory_limit=[20, 59])
-    find_order([0, 1], 4, 2, cost, memory_limit=[20, 60], effort=EFFORT)
-    with pytest.raises(SlipstreamError, match="one for each of 2 ranks"):
-        find_order([0, 1], 4, 2, cost, memory_limit=[20])
-    with pytest.raises(SlipstreamError, match="every rank from 0 on"):
-        find_order([0, 2], 4, 2, cost)
-    with pytest.raises(SlipstreamError, match="at least one"):
-        find_order([0, 1], 0, 2, cost)
+    with pytest.raises(SlipstreamError, match=message):
+        find_order(placement, num_microbatches, 2, cost, memory_limit=memory_limit)

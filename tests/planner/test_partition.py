@@ -1,4 +1,4 @@
-"""No partition of layers into stages is better than the one chosen."""
+"""No partition of layers into stages is better than the one chosen; nor is one that makes up for a slow rank."""
 
 from __future__ import annotations
 
@@ -7,11 +7,16 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations, pairwise
 
 import pytest
+from benchmarks.gpipe.balance import block_partition
 from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream import SlipstreamError, partition_layers
-from support.paths import ROOT
+from slipstream.planner.joint import SlicedUnits
+from slipstream.planner.joint.problem import SlowedStep
+from slipstream.schedule import make_schedule
+from support.examples import examples
+from support.plain_costs import PlainCosts
 
 LOOP = (0, 1, 0, 1)
 V = (0, 1, 1, 0)
@@ -40,20 +45,24 @@ def value(costs: Sequence[float], counts: Sequence[int], placement: Sequence[int
     return max(ranks), sum(cost**2 for cost in ranks), sum(cost**2 for cost in stages)
 
 
+@examples(200)
 @given(st.data())
 def test_min_max_then_min_variance(data: st.DataObject) -> None:
-    costs = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=9))
-    num_stages = data.draw(st.integers(1, len(costs)))
+    """Of the ranks, and then of the stages, of which a rank may have several; the ends' costs count."""
+    costs = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=10))
+    one_each = st.integers(1, len(costs)).map(lambda num_stages: tuple(range(num_stages)))
+    several = st.sampled_from([LOOP, V, (0, 1, 2, 0, 1, 2), (0, 1, 0)]).filter(lambda each: len(each) <= len(costs))
+    placement = data.draw(one_each | several if len(costs) > 2 else one_each)
+    given_placement = None if placement == tuple(range(len(placement))) else placement
     embedding, head = data.draw(st.integers(0, 9)), data.draw(st.integers(0, 9))
-    found = partition_layers(costs, num_stages, embedding=embedding, head=head)
+    found = partition_layers(costs, len(placement), embedding=embedding, head=head, placement=given_placement)
     assert sum(found) == len(costs)
     assert min(found) >= 1
     with_ends = list(costs)
     with_ends[0] += embedding
     with_ends[-1] += head
-    one_each = range(num_stages)
-    best = min(value(with_ends, counts, one_each) for counts in every_partition(len(costs), num_stages))
-    assert value(with_ends, found, one_each) == best
+    every = every_partition(len(costs), len(placement))
+    assert value(with_ends, found, placement) == min(value(with_ends, counts, placement) for counts in every)
 
 
 @given(st.data())
@@ -80,19 +89,12 @@ def test_memory_is_a_hard_limit(data: st.DataObject) -> None:
         assert f": {min(lacks.values()):g} too few" in str(refused.value)
 
 
-@given(st.lists(st.integers(0, 9), min_size=6, max_size=10), st.sampled_from([LOOP, V, (0, 1, 2, 0, 1, 2), (0, 1, 0)]))
-def test_several_stages_a_rank(costs: list[int], placement: tuple[int, ...]) -> None:
-    found = partition_layers(costs, len(placement), placement=placement)
-    assert sum(found) == len(costs)
-    assert min(found) >= 1
-    every = every_partition(len(costs), len(placement))
-    assert value(costs, found, placement) == min(value(costs, counts, placement) for counts in every)
-
-
-def test_a_heavy_head_gets_fewer_layers() -> None:
-    assert partition_layers([1, 1, 1, 1, 1, 1, 1, 3], 2) == [5, 3]
-    assert partition_layers([1] * 8, 2, head=2) == [5, 3]
-    assert partition_layers([1] * 8, 2, embedding=2) == [3, 5]
+@pytest.mark.parametrize(
+    ("costs", "ends", "expected"),
+    [([1, 1, 1, 1, 1, 1, 1, 3], {}, [5, 3]), ([1] * 8, {"head": 2}, [5, 3]), ([1] * 8, {"embedding": 2}, [3, 5])],
+)
+def test_heavy_ends_get_fewer_layers(costs: list[float], ends: dict[str, float], expected: list[int]) -> None:
+    assert partition_layers(costs, 2, **ends) == expected
 
 
 def test_placement_decides_whose_head_it_is() -> None:
@@ -112,10 +114,7 @@ def test_many_layers_and_stages() -> None:
     assert max(rank_sums(costs, by_rank, [stage % 16 for stage in range(32)])) <= max(stage_sums(costs, one_each))
 
 
-def test_at_least_as_good_as_torchgpipes_method_on_500_random_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT))  # the benchmarks are no package that is installed
-    from benchmarks.gpipe.balance import block_partition
-
+def test_at_least_as_good_as_torchgpipes_method_on_500_random_models() -> None:
     draw = random.Random(7)
     gains = []
     for _ in range(500):
@@ -160,3 +159,30 @@ def test_bad_input_is_explained(options: dict[str, object], message: str) -> Non
     arguments: dict[str, object] = {"costs": [1, 1, 1], "num_stages": 2, **options}
     with pytest.raises(SlipstreamError, match=message):
         partition_layers(**arguments)  # type: ignore[arg-type]
+
+
+SLICES = (48, 32, 48)
+
+
+@pytest.mark.parametrize("units_per_layer", [1, 2])
+@pytest.mark.parametrize(("num_ranks", "slowness"), [(2, {1: 1.6}), (3, {0: 2.0}), (3, {1: 1.4}), (3, {})])
+def test_the_best_of_all_cuts(num_ranks: int, slowness: dict[int, float], units_per_layer: int) -> None:
+    costs = PlainCosts(units_per_layer=units_per_layer)
+    step = SlowedStep(SlicedUnits(costs, SLICES), make_schedule("1f1b", num_ranks, 2, len(SLICES)), slowness)
+    even = (12 / num_ranks,) * num_ranks
+    cut, seconds = step.best_cut(even)
+    ends = combinations([n / units_per_layer for n in range(1, 12 * units_per_layer)], num_ranks - 1)
+    every = [tuple(b - a for a, b in pairwise((0, *inner, 12))) for inner in ends]
+    assert seconds == pytest.approx(min(map(step.seconds, every)))
+    assert step.seconds(cut) == seconds
+    assert seconds <= step.seconds(even)
+    for rank in slowness:
+        assert cut[rank] < even[rank]
+        assert seconds < step.seconds(even)
+
+
+def test_a_slow_rank_takes_so_many_times_as_long() -> None:
+    """Of a step that one rank computes next to nothing of, the time is that of the other."""
+    units, schedule = SlicedUnits(PlainCosts(latency=0.0), SLICES), make_schedule("gpipe", 2, 1, len(SLICES))
+    fast, slow = (SlowedStep(units, schedule, {0: 1e-6, 1: each}).seconds((6, 6)) for each in (1.0, 3.0))
+    assert slow == pytest.approx(3 * fast, rel=1e-3)
