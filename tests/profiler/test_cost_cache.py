@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,17 +34,19 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "slipstream" / "costs"
 
 
+@pytest.fixture(scope="module")
+def profile() -> Profile:
+    return profile_model(llama(), SETTINGS, CPU)
+
+
 @pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The disturbances of the next measurements, by another program, which are used up one after the other."""
+def measured(profile: Profile, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The disturbances of the next measurements, by another program, which are used up one after the other.
+
+    Each finds what the first one of these tests found.
+    """
     disturbances: list[float] = []
-    measure = cost_cache.profile_model
-
-    def profile_model(*arguments: object) -> Profile:
-        profile: Profile = measure(*arguments)  # type: ignore[arg-type]
-        return replace(profile, disturbed=disturbances.pop(0))
-
-    monkeypatch.setattr(cost_cache, "profile_model", profile_model)
+    monkeypatch.setattr(cost_cache, "profile_model", lambda *_: replace(profile, disturbed=disturbances.pop(0)))
     return disturbances
 
 
@@ -51,9 +54,16 @@ def costs(lines: list[str]) -> Profile:
     return find_costs(llama(), SETTINGS, CPU, Ranks.of(), lines.append)
 
 
-@pytest.mark.more
-def test_a_second_start_measures_nothing(measured: list[float], cache: Path) -> None:
-    measured += [0.0]
+@pytest.mark.parametrize(
+    ("variable", "disturbed"), [(None, 0.0), ("LOCAL_WORLD_SIZE", 0.4), ("SLIPSTREAM_SHARED_CORES", 0.4)]
+)
+def test_a_second_start_measures_nothing(
+    variable: str | None, disturbed: float, measured: list[float], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However disturbed the first one was, where ranks share cores all the time, among themselves or with others."""
+    if variable:
+        monkeypatch.setenv(variable, str((os.cpu_count() or 1) + 1))
+    measured += [disturbed]
     lines: list[str] = []
     first = costs(lines)
     assert costs(lines) == first
@@ -71,34 +81,31 @@ def test_costs_of_other_settings_and_numbers_of_processes_are_other_files() -> N
     assert len(paths) == 6
 
 
-@pytest.mark.grid
-def test_costs_of_another_version_are_measured_again(measured: list[float], cache: Path) -> None:
+def of_other_versions(text: str) -> str:
+    values = json.loads(text)
+    values["versions"]["torch"] = "1.0"
+    return json.dumps(values)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [(of_other_versions, ["measured again", "torch 1.0"]), (lambda text: text[:100], ["isn't a profile"])],
+    ids=["versions", "damaged"],
+)
+def test_what_cannot_be_used_is_measured_again(
+    damage: Callable[[str], str], words: list[str], measured: list[float], cache: Path
+) -> None:
     measured += [0.0, 0.0]
     costs([])
     (path,) = cache.iterdir()
-    values = json.loads(path.read_text())
-    values["versions"]["torch"] = "1.0"
-    path.write_text(json.dumps(values))
+    path.write_text(damage(path.read_text()))
     lines: list[str] = []
     costs(lines)
     assert measured == []
-    assert "measured again" in lines[0]
-    assert "torch 1.0" in lines[0]
-
-
-@pytest.mark.more
-def test_a_damaged_file_is_measured_again(measured: list[float], cache: Path) -> None:
-    measured += [0.0, 0.0]
-    costs([])
-    (path,) = cache.iterdir()
-    path.write_text(path.read_text()[:100])
-    lines: list[str] = []
-    costs(lines)
-    assert "isn't a profile" in lines[0]
+    assert [word for word in words if word not in lines[0]] == []
     assert costs([]).parts == costs([]).parts
 
 
-@pytest.mark.more
 def test_a_busy_machine_is_measured_again_and_what_stays_disturbed_is_not_kept(
     measured: list[float], cache: Path
 ) -> None:
@@ -114,21 +121,6 @@ def test_a_busy_machine_is_measured_again_and_what_stays_disturbed_is_not_kept(
     assert [*cache.iterdir()] == []
 
 
-@pytest.mark.parametrize("variable", ["LOCAL_WORLD_SIZE", "SLIPSTREAM_SHARED_CORES"])
-def test_ranks_that_share_cores_are_measured_once_and_kept(
-    variable: str, measured: list[float], cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """More ranks than cores, or other programs all the time."""
-    monkeypatch.setenv(variable, str((os.cpu_count() or 1) + 1))
-    measured += [0.4]
-    lines: list[str] = []
-    first = costs(lines)
-    assert costs(lines) == first
-    assert len([*cache.iterdir()]) == 1
-    assert (measured, lines) == ([], [])
-
-
-@pytest.mark.more
 def test_a_folder_that_cannot_be_written_costs_a_line_only(
     measured: list[float], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -105,20 +105,18 @@ def test_with_points_held_out_each_is_repeated_until_its_samples_agree() -> None
     assert found[noisy] >= 9
 
 
-def test_without_them_a_point_is_repeated_until_two_samples_of_every_op_agree() -> None:
-    """One that is disturbed takes longer, so the two shortest count; the median is that of the steady ones then."""
-    grid = make_short_grid(SEQ_LEN, SEQ_LEN // 2, 64)
-    noisy = (1, 0), (256, 512)
-    run = measured(CountingBench(noisy=noisy), grid, repeats=6, doubt=0.04)
-    assert samples(run) == Counter(dict.fromkeys(grid.points, 2) | dict.fromkeys(noisy, 4))
-
-
-def test_without_them_ops_that_take_next_to_nothing_may_differ() -> None:
-    grid = make_short_grid(SEQ_LEN, SEQ_LEN // 2, 64)
-    bench = CountingBench(noisy=((256, 512),), noisy_op=Op.W, seconds_of_noisy=0.05)
-    assert {*samples(measured(bench, grid, repeats=6, doubt=0.04)).values()} == {2}
-    bench = CountingBench(noisy=((256, 512),), noisy_op=Op.W, seconds_of_noisy=0.5)
-    assert max(samples(measured(bench, grid, repeats=6, doubt=0.04)).values()) > 2
+@pytest.mark.parametrize(
+    ("noisy_op", "seconds_of_noisy", "repeated"), [(None, 1.0, 4), (Op.W, 0.5, 4), (Op.W, 0.05, 2)]
+)
+def test_without_them_a_point_is_repeated_until_two_samples_of_every_op_agree(
+    noisy_op: Op | None, seconds_of_noisy: float, repeated: int
+) -> None:
+    """One that is disturbed takes longer, so the two shortest count; the median is that of the steady ones then.
+    Operations that take next to nothing may differ."""
+    grid, noisy = make_short_grid(SEQ_LEN, SEQ_LEN // 2, 64), ((1, 0), (256, 512))
+    bench = CountingBench(noisy=noisy, noisy_op=noisy_op, seconds_of_noisy=seconds_of_noisy)
+    run = measured(bench, grid, repeats=6, doubt=0.04)
+    assert samples(run) == Counter(dict.fromkeys(grid.points, 2) | dict.fromkeys(noisy, repeated))
 
 
 def test_the_bytes_of_few_lengths_are_counted_where_a_few_points_are_enough() -> None:
@@ -169,22 +167,16 @@ def test_what_is_measured_first_has_short_slices_and_late_ones(seq_len: int, gra
 SECONDS = {"a": 8.0, "b": 5.0, "c": 4.0, "d": 2.0, "e": 1.0}
 
 
-def teams(num_teams: int) -> list[MeasuringTeams]:
-    return [MeasuringTeams(RankGroup(), tuple((rank,) for rank in range(num_teams)), mine) for mine in range(num_teams)]
-
-
 @pytest.mark.parametrize("num_teams", [1, 2, 3, 8])
-@pytest.mark.parametrize("turn", [0, 1, 5])
-def test_everything_is_measured_by_some_team(num_teams: int, turn: int) -> None:
-    shares = [team.share(SECONDS, turn, fills=False) for team in teams(num_teams)]
-    assert Counter(item for share in shares for item in share) == Counter([*SECONDS])
-
-
-@pytest.mark.parametrize("num_teams", [2, 3, 8])
-def test_no_team_rests_while_another_has_much_to_do(num_teams: int) -> None:
+def test_everything_is_measured_by_some_team_and_none_rests_while_another_has_much_to_do(num_teams: int) -> None:
     """Each fills its time, until what it doesn't have would take longer than the others; nothing gets longer by it."""
-    longest = max(sum(SECONDS[item] for item in team.share(SECONDS, fills=False)) for team in teams(num_teams))
-    for team in teams(num_teams):
+    ranks = tuple((rank,) for rank in range(num_teams))
+    teams = [MeasuringTeams(RankGroup(), ranks, mine) for mine in range(num_teams)]
+    for turn in (0, 1, 5):
+        shares = [team.share(SECONDS, turn, fills=False) for team in teams]
+        assert Counter(item for share in shares for item in share) == Counter([*SECONDS])
+    longest = max(sum(SECONDS[item] for item in team.share(SECONDS, fills=False)) for team in teams)
+    for team in teams:
         share = team.share(SECONDS)
         load = sum(SECONDS[item] for item in share)
         assert load <= longest

@@ -69,9 +69,15 @@ def test_activation_bytes_are_what_the_allocator_says(name: str, layers: range) 
     assert bench.activation_bytes(17) == expected - numbers
 
 
-def test_a_sample_needs_no_more_memory_than_warming_up() -> None:
+@pytest.fixture
+def bench() -> StageBench:
+    """Of a layer in the middle of a Llama."""
+    (one,) = benches(llama(), SETTINGS, [range(1, 2)])
+    return one
+
+
+def test_a_sample_needs_no_more_memory_than_warming_up(bench: StageBench) -> None:
     """Memory that is new to a process is slow at first, and would count where few samples are taken."""
-    (bench,) = benches(llama(), SETTINGS, [range(1, 3)])
     bench.warm_up(1, 0)  # makes weight gradients, and what is cached
     with LiveMemory(tensors_alive()) as memory:
         bench.warm_up(16, 0)
@@ -81,12 +87,11 @@ def test_a_sample_needs_no_more_memory_than_warming_up() -> None:
         assert memory.peak == warm
 
 
-def test_the_bytes_of_a_layers_actions() -> None:
+def test_the_bytes_of_a_layers_actions(bench: StageBench) -> None:
     """Its input and output are messages, and all is in proportion to the tokens."""
-    (one,) = benches(llama(), SETTINGS, [range(1, 2)])
-    found, twice = one.action_bytes(16, 32)
+    found, twice = bench.action_bytes(16, 32)
     messages = 2 * 4 * 16 * 32
-    assert found.kept == one.activation_bytes(16) - messages
+    assert found.kept == bench.activation_bytes(16) - messages
     assert (twice.kept, twice.deferred) == (2 * found.kept, 2 * found.deferred)
     assert found.deferred > -found.kept
     assert all(0 <= found.peaks[op] <= twice.peaks[op] for op in OPS)
@@ -99,20 +104,19 @@ def test_context_bytes_are_keys_values_and_their_gradients() -> None:
     assert bench.context_bytes() == (2 * elements, 4 * elements)  # gradients are summed in float32
 
 
-def test_slices_run_again_after_any_context() -> None:
+def test_slices_run_again_after_any_context(bench: StageBench) -> None:
     """In any order, as often as one likes; what a slice reads is the context that was asked for."""
-    (bench,) = benches(llama(), SETTINGS, [range(1, 2)])
     for length, context in [(64, 0), (1, 63), (20, 44), (64, 0), (5, 0), (20, 1)]:
         seconds = bench.run(length, context)
         assert set(seconds) == set(OPS)
         assert min(seconds.values()) > 0
         (reads,) = bench._store.reads.values()
         assert reads[-2:] == [(0, context + length)] * 2
+    assert PrefilledStore(8).length == 9  # one that is never complete
 
 
-def test_something_else_is_read_before_every_op() -> None:
+def test_something_else_is_read_before_every_op(bench: StageBench) -> None:
     """As much as a small model's weights and gradients, so that the caches are as a step leaves them."""
-    (bench,) = benches(llama(), SETTINGS, [range(1, 2)])
     assert bench._others is not None
     size = bench._others.numel()
     assert size >= 2 * sum(parameter.numel() for parameter in bench.stage.model.parameters())
@@ -122,37 +126,33 @@ def test_something_else_is_read_before_every_op() -> None:
     assert len(reads) == 5  # F, B, and F, I, W
 
 
-def test_seconds_in_which_another_program_has_the_core_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seconds_in_which_another_program_has_the_core_do_not_count(
+    bench: StageBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Asleep, a process has no core either; several threads have no such seconds of their own."""
-    (bench,) = benches(llama(), SETTINGS, [range(1, 2)])
     assert bench._timed(lambda: time.sleep(0.2)) < 0.1
     assert bench.disturbed > 0
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     assert bench._timed(lambda: time.sleep(0.2)) > 0.1
 
 
-def test_the_prefilled_store_is_never_complete() -> None:
-    store = PrefilledStore(8)
-    assert store.length == 9
-
-
 @pytest.mark.parametrize(
-    ("name", "kinds", "windows"),
+    ("config", "kinds", "windows"),
     [
-        ("llama", (0, 0, 0, 0), [AttentionWindow()]),
-        ("mistral, window of 7", (0, 0, 0, 0), [AttentionWindow("sliding", 7)]),
-        ("gemma2", (0, 1, 0, 1), [AttentionWindow("sliding", 7), AttentionWindow()]),
-        ("llama4_text", (0, 0, 0, 1), [AttentionWindow("blockwise", 16), AttentionWindow()]),
+        (ARCHITECTURES["llama"], (0, 0, 0, 0), [AttentionWindow()]),
+        (ARCHITECTURES["mistral, window of 7"], (0, 0, 0, 0), [AttentionWindow("sliding", 7)]),
+        (ARCHITECTURES["gemma2"], (0, 1, 0, 1), [AttentionWindow("sliding", 7), AttentionWindow()]),
+        (ARCHITECTURES["llama4_text"], (0, 0, 0, 1), [AttentionWindow("blockwise", 16), AttentionWindow()]),
     ],
+    ids=["llama", "mistral", "gemma2", "llama4"],
 )
-def test_kinds_and_windows(name: str, kinds: tuple[int, ...], windows: list[AttentionWindow]) -> None:
-    config = ARCHITECTURES[name]
+def test_kinds_and_windows(config: PretrainedConfig, kinds: tuple[int, ...], windows: list[AttentionWindow]) -> None:
     found, names = find_layer_kinds(config, find_anatomy(config))
     assert found == kinds
     assert len(names) == len(set(names)) == max(kinds) + 1
-    settings = ProfileSettings(seq_len=64)
-    found_windows = benches(config, settings, [range(k, k + 1) for k in (kinds.index(i) for i in set(kinds))])
-    assert [bench.windows() for bench in found_windows] == [(window,) for window in windows]
+    of_kinds = [range(first, first + 1) for first in map(kinds.index, sorted(set(kinds)))]
+    found_windows = [one.windows() for one in benches(config, ProfileSettings(seq_len=64), of_kinds)]
+    assert found_windows == [(window,) for window in windows]
 
 
 def test_layers_of_other_sizes_are_another_kind() -> None:
@@ -259,13 +259,11 @@ def test_points_are_mixed() -> None:
 
 
 def test_a_link_is_a_latency_and_a_bandwidth() -> None:
+    """A round trip takes two travels and what the other end computes."""
     link = fit_link([(n, 1e-4 + n / 2e9) for n in (1024, 65536, 1 << 24)], "gloo")
     assert (link.latency, link.bandwidth) == pytest.approx((1e-4, 2e9))
     assert fit_link([(1024, 1e-4), (1 << 20, 1e-4)], "gloo").latency <= 1e-4
     assert measure_link(CPU) is None  # alone
-
-
-def test_a_round_trip_takes_two_travels_and_what_the_other_end_computes() -> None:
     assert _travel([5.0, 7.0, 30.0], [3.0, 3.0, 8.0]) == 2.0
 
 

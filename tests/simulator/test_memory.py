@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from itertools import accumulate
 
 import pytest
@@ -10,7 +11,6 @@ from hypothesis import strategies as st
 
 from slipstream.errors import SlipstreamError
 from slipstream.schedule import (
-    SCHEDULES,
     Op,
     Schedule,
     add_communication,
@@ -26,6 +26,7 @@ from slipstream.schedule import (
 from slipstream.simulator import Footprint, MemoryKind, MemoryTable, StageSlice, UnitCost, memory_of, simulate
 from slipstream.simulator.memory_account import _SpreadHeadBuffers, order_bytes
 from support.examples import examples
+from support.schedules import named_schedules
 
 ONLY_ACTIVATIONS = {Op.F: 1, Op.B: -1, Op.I: 0, Op.W: -1, Op.OFFLOAD: -1, Op.RELOAD: 1}
 
@@ -55,11 +56,7 @@ def table(num_stages: int, num_slices: int, **more: object) -> MemoryTable:
 @st.composite
 def schedules(draw: st.DrawFn) -> Schedule:
     """Any schedule by name, with frozen stages, recomputation and offloading."""
-    name = draw(st.sampled_from(sorted(SCHEDULES)))
-    p, m, s = (draw(st.integers(1, 4)) for _ in range(3))
-    schedule = make_schedule(
-        name, p, m, s, draw(st.sampled_from([v for v in (1, 2, 3) if v in SCHEDULES[name].stages_per_rank]))
-    )
+    schedule = draw(named_schedules(most_stages=3))
     schedule = freeze_stages(schedule, draw(st.integers(0, schedule.num_stages - 1)))
     if draw(st.booleans()):
         schedule = add_recompute(schedule)
@@ -113,6 +110,34 @@ def test_an_order_holds_what_it_holds_lowered(schedule: Schedule, data: st.DataO
         assert away == max(accumulate(moved, initial=0))
 
 
+@examples(60)
+@given(named_schedules(most=7, ragged=True), st.randoms(use_true_random=False))
+def test_each_microbatch_is_counted_by_its_table_and_all_is_free_in_the_end(
+    schedule: Schedule, dice: random.Random
+) -> None:
+    """A table for all is that table for each."""
+
+    def sized(num_slices: int, size: float) -> MemoryTable:
+        leaves = {op: size * change for op, change in ONLY_ACTIVATIONS.items()}
+        stages = dict.fromkeys(range(schedule.num_stages), 10 * size)
+        units = footprints(schedule.num_stages, num_slices, leaves)
+        return MemoryTable(units, context=stages, context_gradients=stages, message_bytes=[size] * num_slices)
+
+    sizes = [float(dice.randint(1, 9)) for _ in schedule.slice_counts]
+    tables = [sized(count, size) for count, size in zip(schedule.slice_counts, sizes, strict=True)]
+    for rank, memory in enumerate(memory_of(schedule, tables)):
+        first = next(moment for moment in memory.moments if moment.action.op is Op.F)
+        end = memory.moments[-1].after
+        assert end <= min(moment.most for moment in memory.moments)
+        largest = max((10 + count) * size for count, size in zip(schedule.slice_counts, sizes, strict=True))
+        assert memory.peak - end >= largest * (rank in schedule.placement)  # a microbatch is held as a whole
+        assert first.most >= end
+    if not schedule.is_ragged:
+        one = sized(schedule.num_slices, 3.0)
+        several, alike = memory_of(schedule, [one] * schedule.num_microbatches), memory_of(schedule, one)
+        assert [rank.moments for rank in several] == [rank.moments for rank in alike]
+
+
 def test_a_message_is_held_until_it_is_sent() -> None:
     """A schedule that is given with its sends has them where it likes: here the first a forward late."""
     schedule, given_table = Schedule.parse(LATE), table(2, 2, message_bytes=[5, 7])
@@ -142,94 +167,73 @@ def test_the_simulator_draws_all_that_is_held() -> None:
     assert timeline.peak_memory == (108,)
 
 
-def kinds_after(schedule: Schedule, given_table: MemoryTable, kind: MemoryKind, rank: int = 0) -> list[float]:
-    """Of the kind, before every action of the rank, by the rank's order."""
-    return [moment.during[kind] for moment in memory_of(schedule, given_table)[rank].moments]
-
-
 def test_context_lives_from_the_first_forward_to_the_last_backward() -> None:
     schedule = gpipe(1, 2, 2)  # F0.0 F0.1 F1.0 F1.1 B1.1 B1.0 B0.1 B0.0, or the microbatches in order
-    order = [(action.op, action.microbatch, action.slice) for action in schedule.actions[0]]
-    found = kinds_after(schedule, table(1, 2, context={0: 10}, context_gradients={0: 20}), MemoryKind.CONTEXT)
-    assert found[: order.index((Op.F, 1, 0)) + 1] == [0, 10, 10]
-    assert found[3:6] == [20, 20, 20]
-    gradients = kinds_after(
-        schedule, table(1, 2, context={0: 10}, context_gradients={0: 20}), MemoryKind.CONTEXT_GRADIENTS
+    first = [(action.op, action.microbatch, action.slice) for action in schedule.actions[0]].index((Op.F, 1, 0))
+    (rank,) = memory_of(schedule, table(1, 2, context={0: 10}, context_gradients={0: 20}))
+    context, gradients = (
+        [moment.during[kind] for moment in rank.moments] for kind in (MemoryKind.CONTEXT, MemoryKind.CONTEXT_GRADIENTS)
     )
+    assert context[: first + 1] == [0, 10, 10]
+    assert context[3:] == [20, 20, 20, 10, 10]
     assert gradients == [0, 0, 0, 0, 0, 20, 0, 20]
-    assert found[6:] == [10, 10]
+
+
+def on_one_rank(row: str) -> Schedule:
+    """One microbatch, of slices and stages as the row's actions have them."""
+    slices, stages = 1 + ("0.1" in row), 1 + ("1F" in row)
+    head = f"schedule: one\nplacement: {' '.join('0' * stages)}\nmicrobatches: 1\nslices: {slices}"
+    return Schedule.parse(f"{head}\nrank 0: {row}")
+
+
+SPLIT = on_one_rank("0F0.0 0F0.1 0I0.1 0I0.0 0W0.1 0W0.0")
 
 
 def test_what_i_leaves_is_ws_input_until_w() -> None:
     """F leaves 7, I frees 4 of it, so W's inputs are 3."""
-    sizes = {Op.F: 7, Op.I: -4, Op.W: -3}
-    (rank,) = memory_of(Schedule.parse(SPLIT), MemoryTable(footprints(1, 2, sizes)))
+    (rank,) = memory_of(SPLIT, MemoryTable(footprints(1, 2, {Op.F: 7, Op.I: -4, Op.W: -3})))
     held = [(m.during[MemoryKind.ACTIVATIONS], m.during[MemoryKind.WEIGHT_INPUTS]) for m in rank.moments]
     assert held == [(0, 0), (7, 0), (14, 0), (7, 3), (0, 6), (0, 3)]
     assert rank.moments[-1].after == 0
 
 
-SPLIT = """
-schedule: split
-placement: 0
-microbatches: 1
-slices: 2
-rank 0: 0F0.0 0F0.1 0I0.1 0I0.0 0W0.1 0W0.0
-"""
-
-
 def test_gradients_come_with_the_first_backward_of_their_kind() -> None:
     """The first W makes 50 more than later ones, at its peak as well; I makes those of the norms."""
-    sizes = {Op.F: 7, Op.I: -4, Op.W: -3}
-    units = footprints(1, 2, sizes, {Op.W: 6})
+    units = footprints(1, 2, {Op.F: 7, Op.I: -4, Op.W: -3}, {Op.W: 6})
     given_table = MemoryTable(
         units, first={(StageSlice(0, 1), Op.W): 52}, gradients={(0, Op.I): 1, (0, Op.W): 50}, optimizer={0: 1000}
     )
-    (rank,) = memory_of(Schedule.parse(SPLIT), given_table)
+    (rank,) = memory_of(SPLIT, given_table)
     assert [m.most - 1000 for m in rank.moments] == [7, 14, 14 + 1, 10 + 1, 6 + 1 + 52, 3 + 51 + 6]
     assert rank.moments[-1].after == 1051
     assert rank.worst.action.op is Op.W
     assert rank.peak == 1060
 
 
-def test_results_wait_for_the_next_stage_of_the_same_rank() -> None:
-    """One rank, two stages: hidden states stay until the second stage's backward, gradients until the first's."""
-    schedule = Schedule.parse("schedule: two\nplacement: 0 0\nmicrobatches: 1\nslices: 1\nrank 0: 0F0 1F0 1B0 0B0")
-    (rank,) = memory_of(schedule, table(2, 1, message_bytes=[5]))
-    assert [m.during[MemoryKind.MESSAGES] for m in rank.moments] == [0, 5, 5, 5]
-    assert rank.moments[-1].after == 0
-
-
-def test_a_gradient_handed_over_is_one_of_ws_factors() -> None:
-    schedule = Schedule.parse(
-        "schedule: two\nplacement: 0 0\nmicrobatches: 1\nslices: 1\nrank 0: 0F0 1F0 1I0 0I0 1W0 0W0"
-    )
-    (rank,) = memory_of(schedule, table(2, 1, message_bytes=[5]))
-    assert [m.during[MemoryKind.MESSAGES] for m in rank.moments] == [0, 5, 5, 5, 5, 5]
-    assert rank.moments[-1].after == 0
-
-
-def test_an_offloaded_input_is_a_copy_of_the_stages_own() -> None:
-    """F lets go of what a stage of the same rank handed over; its copy is one of its activations."""
-    schedule = Schedule.parse(
-        "schedule: two\nplacement: 0 0\nmicrobatches: 1\nslices: 1\nrank 0: 0F0 1F0 1OFFLOAD0 1RELOAD0 1B0 0B0"
-    )
-    (rank,) = memory_of(schedule, table(2, 1, message_bytes=[5]))
-    assert [m.during[MemoryKind.MESSAGES] for m in rank.moments] == [0, 5, 0, 0, 0, 5]
+@pytest.mark.parametrize(
+    ("row", "held"),
+    [
+        # Hidden states stay until the second stage's backward, gradients until the first's.
+        ("0F0 1F0 1B0 0B0", [0, 5, 5, 5]),
+        # A gradient that was handed over is one of W's factors.
+        ("0F0 1F0 1I0 0I0 1W0 0W0", [0, 5, 5, 5, 5, 5]),
+        # F lets go of an input that is offloaded; its copy is one of the second stage's activations.
+        ("0F0 1F0 1OFFLOAD0 1RELOAD0 1B0 0B0", [0, 5, 0, 0, 0, 5]),
+    ],
+)
+def test_results_wait_for_the_next_stage_of_the_same_rank(row: str, held: list[int]) -> None:
+    (rank,) = memory_of(on_one_rank(row), table(2, 1, message_bytes=[5]))
+    assert [m.during[MemoryKind.MESSAGES] for m in rank.moments] == held
     assert rank.moments[-1].after == 0
 
 
 def test_what_comes_back_from_the_host_is_activations_at_once() -> None:
     """F leaves 7, which are away for a while."""
-    schedule = Schedule.parse(
-        "schedule: away\nplacement: 0\nmicrobatches: 1\nslices: 1\nrank 0: 0F0 0OFFLOAD0 0RELOAD0 0B0"
-    )
     sizes = {Op.F: 7, Op.OFFLOAD: -7, Op.RELOAD: 7, Op.B: -7}
-    (rank,) = memory_of(schedule, MemoryTable(footprints(1, 1, sizes, {Op.RELOAD: 7})))
+    (rank,) = memory_of(on_one_rank("0F0 0OFFLOAD0 0RELOAD0 0B0"), MemoryTable(footprints(1, 1, sizes, {Op.RELOAD: 7})))
     reload = next(moment for moment in rank.moments if moment.action.op is Op.RELOAD)
-    assert reload.during[MemoryKind.ACTIVATIONS] == 7
-    assert reload.during[MemoryKind.WORKSPACE] == 0
-    assert reload.after == 7
+    during = reload.during
+    assert (during[MemoryKind.ACTIVATIONS], during[MemoryKind.WORKSPACE], reload.after) == (7, 0, 7)
 
 
 def test_offloaded_memory_is_free_an_action_later_in_a_step_of_graphs() -> None:
@@ -264,22 +268,30 @@ def test_the_pool_of_two_ranks_by_hand() -> None:
     assert pools(schedule, given_table) == [11 * most for most in in_use]
 
 
-def test_sends_beyond_the_window_use_buffers_again() -> None:
-    """20 microbatches: 8 sends on their way, and what was received: for one backward, and already for the next."""
-    schedule = add_communication(one_f_one_b(2, 20, 1))
-    assert set(send_windows(schedule).values()) == {8}
-    assert pools(schedule, table(2, 1, message_bytes=[1])) == [8 + 2, 8 + 2]
+MANY = add_communication(one_f_one_b(2, 20, 1))
 
 
-def test_inputs_on_the_host_leave_their_buffers_after_the_forward() -> None:
-    """Otherwise every input stays until its backward, whose gradient takes the buffer."""
-    ones, plain = table(2, 1, message_bytes=[1]), gpipe(2, 20, 1)
-    assert pools(plain, ones)[1] == 20
-    assert pools(add_offload(plain), ones)[1] <= 8 + 2 + 1  # the last slice has no time to be moved
+@pytest.mark.parametrize(
+    ("schedule", "message_bytes", "rank", "pool"),
+    [
+        (MANY, [1], 0, 8 + 2),  # sends on their way, and what was received: for one backward, and already for the next
+        (MANY, [1], 1, 8 + 2),
+        (gpipe(2, 20), [1], 1, 20),  # every input stays until its backward, whose gradient takes the buffer
+        (gpipe(2, 1, 2), [10, 30], 0, 2 * (10 + 30)),  # slices of other lengths have buffers of their own
+        (gpipe(3, 6), [10], 1, 140),
+        (freeze_stages(gpipe(3, 6), 2), [10], 1, 60),  # two inputs and four outputs on their way: no input stays
+    ],
+    ids=["window of the first rank", "window of the last rank", "inputs", "lengths", "trained", "frozen"],
+)
+def test_pools(schedule: Schedule, message_bytes: list[int], rank: int, pool: int) -> None:
+    given_table = table(schedule.num_stages, schedule.num_slices, message_bytes=message_bytes)
+    assert pools(schedule, given_table)[rank] == pool
 
 
-def test_slices_of_other_lengths_have_buffers_of_their_own() -> None:
-    assert pools(gpipe(2, 1, 2), table(2, 2, message_bytes=[10, 30]))[0] == 2 * (10 + 30)
+def test_sends_beyond_the_window_use_buffers_again_and_inputs_on_the_host_leave_theirs() -> None:
+    assert set(send_windows(MANY).values()) == {8}
+    # The last slice has no time to be moved.
+    assert pools(add_offload(gpipe(2, 20)), table(2, 1, message_bytes=[1]))[1] <= 8 + 2 + 1
 
 
 def test_a_frozen_stage_keeps_a_microbatch_s_context_until_its_last_forward() -> None:
@@ -292,12 +304,6 @@ def test_a_frozen_stage_keeps_a_microbatch_s_context_until_its_last_forward() ->
     held = {(each.action.stage, each.action.slice): each.during[MemoryKind.CONTEXT] for each in forwards}
     assert held == {(stage, index): 5 * (index == 0) for stage in (0, 2) for index in range(2)}
     assert first.moments[-1].after == pools(schedule, found)[0]
-
-
-def test_the_buffer_of_a_frozen_stage_s_input_is_free_after_its_forward() -> None:
-    whole = gpipe(3, 6, 1)
-    found = [pools(each, table(3, 1, message_bytes=[10]))[1] for each in (whole, freeze_stages(whole, 2))]
-    assert found == [140, 60]  # two inputs and four outputs on their way; with a backward all six inputs stay
 
 
 def test_a_unit_that_the_table_lacks() -> None:

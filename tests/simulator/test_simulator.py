@@ -1,4 +1,4 @@
-"""The simulator equals closed formulas exactly, and the compiled one ends every action when it does."""
+"""The simulator equals closed formulas exactly, and the one over arrays ends every action when it does."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from slipstream.errors import SlipstreamError
 from slipstream.planner.search.bounds import ScheduleShape, cached_schedule
 from slipstream.schedule import (
-    SCHEDULES,
     Action,
     Op,
     Schedule,
@@ -25,11 +24,12 @@ from slipstream.schedule import (
     predecessors,
 )
 from slipstream.schedule.action_arrays import ActionArrays
-from slipstream.simulator import TableCost, simulate
+from slipstream.simulator import MicrobatchCost, TableCost, simulate
 from slipstream.simulator.costs import MeasuredCost, UnitCost
 from slipstream.simulator.simulation import end_times
 from slipstream.timeline import Timeline
 from support.examples import examples
+from support.schedules import named_schedules
 
 POSITIVE = st.integers(1, 50)
 
@@ -114,8 +114,11 @@ def test_a_message_leaves_when_both_ends_are_posted() -> None:
     }
 
 
-def test_evaluation_keeps_nothing() -> None:
+def test_evaluation_keeps_nothing_and_reducing_gradients_takes_no_time_unless_measured() -> None:
     assert simulate(forward_only(gpipe(2, 3)), UnitCost()).peak_memory == (0, 0)
+    plain = gpipe(2, 2)
+    reduced = replace(plain, actions=tuple((*row, Action(Op.REDUCE_GRAD, g)) for g, row in enumerate(plain.actions)))
+    assert simulate(reduced, UnitCost()).makespan == simulate(plain, UnitCost()).makespan == 9
 
 
 @given(unequal_times(), st.integers(1, 3), st.integers(0, 3), st.data())
@@ -150,12 +153,6 @@ def test_costs_that_are_missing_are_named() -> None:
             TableCost({}, num_bytes, bandwidth=bandwidth)
 
 
-def test_gradient_reduction_takes_no_time_unless_measured() -> None:
-    rows = tuple((*row, Action(Op.REDUCE_GRAD, g)) for g, row in enumerate(gpipe(2, 2).actions))
-    schedule = replace(gpipe(2, 2), actions=rows)
-    assert simulate(schedule, UnitCost()).makespan == simulate(gpipe(2, 2), UnitCost()).makespan == 9
-
-
 def test_a_ranks_copies_take_turns_while_it_computes() -> None:
     """F0 OFFLOAD0 F1 OFFLOAD1 F2 OFFLOAD2 F3 RELOAD2 B3 RELOAD1 B2 RELOAD0 B1 B0: copies end at 5, 9, ... and 25."""
     schedule = add_offload(gpipe(1, 1, 4))
@@ -167,37 +164,48 @@ def test_a_ranks_copies_take_turns_while_it_computes() -> None:
 
 
 @st.composite
-def schedules(draw: st.DrawFn) -> Schedule:
-    """As plans have them."""
-    name = draw(st.sampled_from(sorted(SCHEDULES)))
-    ranks, microbatches, slices, stages = (draw(st.integers(1, 4)) for _ in range(4))
-    stages = stages if stages in SCHEDULES[name].stages_per_rank else SCHEDULES[name].stages_per_rank[0]
-    ways = draw(st.booleans()), draw(st.sampled_from([0.0, 0.5, 1.0]))
-    return cached_schedule(ScheduleShape(name, ranks, microbatches, slices, stages), *ways).schedule
+def planned_schedules(draw: st.DrawFn) -> Schedule:
+    """As plans have them, recomputed and offloaded in part."""
+    named = draw(named_schedules())
+    shape = ScheduleShape(
+        named.name, named.num_ranks, named.num_microbatches, named.num_slices, named.num_stages // named.num_ranks
+    )
+    return cached_schedule(shape, draw(st.booleans()), draw(st.sampled_from([0.0, 0.5, 1.0]))).schedule
 
 
 @examples(150)
-@given(schedules(), st.integers(0, 2**32))
+@given(planned_schedules() | named_schedules(most=7, ragged=True), st.integers(0, 2**32))
 def test_every_action_ends_when_it_does_in_the_simulator(schedule: Schedule, seed: int) -> None:
-    """Random times of stages, slices, links and copies to the host."""
-    slices, rng = schedule.num_slices, random.Random(seed)
-    cost = TableCost(
-        times={(g, s, op): rng.random() for g in range(schedule.num_stages) for s in range(slices) for op in Op},
-        message_bytes=[rng.random() for _ in range(slices)],
-        latency=rng.choice([0, rng.random()]),
-        bandwidth=rng.choice([None, 0.5, 5.0]),
-        copies={(g, s): 2 * rng.random() for g in range(schedule.num_stages) for s in range(slices)},
-    )
-    arrays = ActionArrays.of(schedule)
-    ends, seconds = end_times(arrays, cost)
-    spans = {span.action: span for span in simulate(schedule, cost).spans}
+    """Random times of stages, slices, links and copies to the host, of all microbatches or of each.
+
+    Receives posted at the start make the lowered schedule take as long.
+    """
+    rng, stages = random.Random(seed), range(schedule.num_stages)
+    latency, bandwidth = rng.choice([0, rng.random()]), rng.choice([None, 0.5, 5.0])
+
+    def random_cost(slices: int) -> TableCost:
+        return TableCost(
+            times={(g, s, op): rng.random() for g in stages for s in range(slices) for op in Op},
+            message_bytes=[rng.random() for _ in range(slices)],
+            latency=latency,
+            bandwidth=bandwidth,
+            copies={(g, s): 2 * rng.random() for g in stages for s in range(slices)},
+        )
+
+    alike = not schedule.is_ragged and rng.random() < 0.5
+    cost = random_cost(schedule.num_slices) if alike else MicrobatchCost([*map(random_cost, schedule.slice_counts)])
+    ends, seconds = end_times(ActionArrays.of(schedule, alike=alike), cost)
+    timeline = simulate(schedule, cost)
     actions = [action for row in schedule.actions for action in row]
-    assert ends.tolist() == pytest.approx([spans[action].end for action in actions], rel=1e-12)
+    assert ends.tolist() == pytest.approx([timeline.span_of[action].end for action in actions], rel=1e-12)
     assert seconds.tolist() == [cost.seconds(action) for action in actions]
+    assert timeline.schedule.slice_counts == schedule.slice_counts
+    late = simulate(add_communication(schedule, ahead=10**6), cost)
+    assert late.makespan == pytest.approx(timeline.makespan)
 
 
 @examples(60)
-@given(schedules(), st.integers(0, 2**32))
+@given(planned_schedules(), st.integers(0, 2**32))
 def test_the_rules_of_one_microbatch_are_those_of_all_like_it(schedule: Schedule, seed: int) -> None:
     """Some attend to documents of their own, and others are recomputed or offloaded in part."""
     pick = random.Random(seed)

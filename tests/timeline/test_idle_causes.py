@@ -9,21 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.schedule import (
-    SCHEDULES,
-    Action,
-    Op,
-    Schedule,
-    add_communication,
-    gpipe,
-    make_schedule,
-    one_f_one_b,
-    split_backwards,
-)
+from slipstream.schedule import Action, Op, Schedule, add_communication, gpipe, one_f_one_b, split_backwards
 from slipstream.simulator import simulate
 from slipstream.simulator.costs import TableCost, UnitCost
 from slipstream.timeline import Cause, Span, Timeline, find_waits, idle_by_cause
 from support.examples import examples
+from support.schedules import named_schedules
 
 POSITIVE = st.integers(1, 50)
 
@@ -71,10 +62,9 @@ def test_the_causes_of_a_flush(lowered: bool) -> None:
 def test_a_send_that_stands_late_keeps_the_other_rank_waiting_for_the_sender() -> None:
     text = (
         "schedule: late\nplacement: 0 1\nmicrobatches: 2\nslices: 1\n"
-        "rank 0: 0F0 0SEND_F0 0F1 0B0 0SEND_F1 0B1\n"
+        "rank 0: 0F0 0SEND_F0 0F1 0RECV_B0 0B0 0SEND_F1 0RECV_B1 0B1\n"
         "rank 1: 1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1"
-    ).replace("0F1 0B0", "0F1 0RECV_B0 0B0")
-    text = text.replace("0SEND_F1 0B1", "0SEND_F1 0RECV_B1 0B1")
+    )
     timeline = simulate(Schedule.parse(text), UnitCost(link=Fraction(1, 2)))
     # rank 0: F0 0-1, F1 1-2, B0 5-7, and only then F1 leaves; rank 1: F0 1.5-2.5, B0 2.5-4.5, F1 7.5
     assert "1 4.5-7 compute: 1F1 awaits 0F1 of 0" in described(timeline)
@@ -136,49 +126,39 @@ def test_a_rank_without_work_and_a_timeline_without_spans() -> None:
 @st.composite
 def simulations(draw: st.DrawFn) -> Timeline:
     """Any schedule of the papers, split, lowered or as it is, with any costs and links."""
-    name = draw(st.sampled_from(sorted(SCHEDULES)))
-    p, m, s = draw(st.integers(1, 4)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
-    v = 2 if name in ("zb-v", "v-half", "v-min", "interleaved-1f1b", "breadth-first") else 1
-    schedule = make_schedule(name, p, m, s, v)
-    if name in ("gpipe", "1f1b") and draw(st.booleans()):
+    schedule = draw(named_schedules(most=3, most_stages=2))
+    if draw(st.booleans()):
         schedule = split_backwards(schedule)
     if draw(st.booleans()):
         schedule = add_communication(schedule, ahead=draw(st.integers(0, 3)))
     exact = draw(st.booleans())
     number = POSITIVE if exact else st.floats(0, 10)
-    ops = (Op.F, Op.B, Op.I, Op.W)
-    times = {(g, i, op): draw(number) for g in range(p * v) for i in range(s) for op in ops}
+    stages, slices = range(schedule.num_stages), range(schedule.num_slices)
+    times = {(g, i, op): draw(number) for g in stages for i in slices for op in (Op.F, Op.B, Op.I, Op.W)}
     return simulate(
-        schedule, TableCost(times, [draw(number) for _ in range(s)], draw(number), Fraction(2) if exact else 2.0)
+        schedule, TableCost(times, [draw(number) for _ in slices], draw(number), Fraction(2) if exact else 2.0)
     )
 
 
 @examples(150)
 @given(simulations())
 def test_waiting_and_computing_make_up_the_step(timeline: Timeline) -> None:
+    """In a simulation ranks start as soon as they can: nothing is overhead, and what is awaited ends or arrives when
+    the wait does."""
+    waits, computing = find_waits(timeline), timeline.compute_spans
     for rank in range(timeline.num_ranks):
-        own = sorted((wait for wait in find_waits(timeline) if wait.rank == rank), key=lambda wait: wait.start)
+        own = sorted((wait for wait in waits if wait.rank == rank), key=lambda wait: wait.start)
         idle = sum(wait.seconds for wait in own)
         assert float(idle) == pytest.approx(float(sum(idle_by_cause(timeline)[rank].values())))
         assert float(timeline.busy(rank) + idle) == pytest.approx(float(timeline.makespan))
         assert all(first.end <= second.start for first, second in pairwise(own))
-        computing = [span for span in timeline.compute_spans if span.rank == rank]
-        assert not any(span.start < wait.end and wait.start < span.end for wait in own for span in computing)
-
-
-@examples(150)
-@given(simulations())
-def test_what_is_awaited_ends_or_arrives_when_the_wait_does(timeline: Timeline) -> None:
-    """In a simulation ranks start as soon as they can: nothing is overhead, and every cause holds as stated."""
-    for wait in find_waits(timeline):
+        spans_of_rank = [span for span in computing if span.rank == rank]
+        assert not any(span.start < wait.end and wait.start < span.end for wait in own for span in spans_of_rank)
+    for wait in waits:
         assert wait.cause in (Cause.FILL, Cause.COMPUTE, Cause.MESSAGE, Cause.DRAIN)
         if wait.before is None:
             assert wait.cause is Cause.DRAIN
-            assert all(
-                span.start < wait.end and span.end <= wait.start
-                for span in timeline.compute_spans
-                if span.rank == wait.rank
-            )
+            assert all(span.start < wait.end and span.end <= wait.start for span in computing if span.rank == wait.rank)
             continue
         producer = timeline.span_of[wait.before]
         assert producer.rank == wait.source != wait.rank

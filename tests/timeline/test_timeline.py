@@ -22,12 +22,17 @@ from slipstream.timeline import Span, Timeline, chrome_trace, draw_timelines, fi
 from slipstream.timeline import picture as palette
 
 
-def measured() -> Timeline:
-    """Two ranks on a clock that was started long ago."""
-    texts = ["0F0.0 100 103", "0SEND_F0.0 103 105", "0F0.1 103 104", "1RECV_F0.0 99 104.5", "1F0.0 104.5 106"]
+def timeline_of(*texts: str, num_ranks: int = 1, name: str = "") -> Timeline:
+    """Of spans as `action start end`, each of the rank that has the number of its stage."""
     words = [text.split() for text in texts]
     spans = [Span(int(text[0]), Action.parse(text), float(start), float(end)) for text, start, end in words]
-    return Timeline(tuple(spans), num_ranks=2, name="run")
+    return Timeline(tuple(spans), num_ranks, name=name)
+
+
+def measured() -> Timeline:
+    """Two ranks on a clock that was started long ago."""
+    texts = "0F0.0 100 103", "0SEND_F0.0 103 105", "0F0.1 103 104", "1RECV_F0.0 99 104.5", "1F0.0 104.5 106"
+    return timeline_of(*texts, num_ranks=2, name="run")
 
 
 def test_numbers() -> None:
@@ -39,49 +44,51 @@ def test_numbers() -> None:
     assert timeline.peak_memory == ()
     (message,) = timeline.messages
     assert (message.start, message.seconds) == (103, 1.5)
+    empty = Timeline((), num_ranks=2)
+    assert (empty.makespan, empty.idle_fraction, empty.to_text()) == (0, 0, "rank 0\nrank 1")
+    exact = simulate(gpipe(3, 2, 2), UnitCost(Fraction(1, 3), Fraction(2, 3)))
+    assert exact.makespan == 6
+    assert isinstance(exact.idle_fraction, Fraction)
 
 
 def test_what_computes_all_the_time_is_never_less_than_idle() -> None:
-    spans = (Span(0, Action(Op.F, 0, 0), 0.0, 1.0), Span(0, Action(Op.F, 0, 1), 0.999999, 2.0))  # as clocks round
-    assert f"{Timeline(spans, num_ranks=1).idle_fraction:.1%}" == "0.0%"
+    overlapping = timeline_of("0F0 0 1", "0F1 0.999999 2")  # as clocks round
+    assert f"{overlapping.idle_fraction:.1%}" == "0.0%"
 
 
-def test_an_empty_timeline() -> None:
-    timeline = Timeline((), num_ranks=2)
-    assert (timeline.makespan, timeline.idle_fraction) == (0, 0)
-    assert timeline.to_text() == "rank 0\nrank 1"
+V = "schedule: v\nplacement: 0 1 1 0\nmicrobatches: 1\nslices: 1\nrank 0: 0F0 3F0 3B0 0B0\nrank 1: 1F0 2F0 2B0 1B0"
 
 
-def test_exact_numbers_stay_exact() -> None:
-    timeline = simulate(gpipe(3, 2, 2), UnitCost(Fraction(1, 3), Fraction(2, 3)))
-    assert timeline.makespan == 6
-    assert isinstance(timeline.idle_fraction, Fraction)
+@pytest.mark.parametrize(
+    ("timeline", "width", "text"),
+    [
+        (
+            simulate(gpipe(2, 1, 2), UnitCost()),
+            None,
+            "rank 0  F0.0 F0.1                B0.1----- B0.0-----\nrank 1       F0.0 F0.1 B0.1----- B0.0-----",
+        ),
+        (
+            simulate(Schedule.parse(V), UnitCost(backward=1)),
+            None,
+            "rank 0  0F0         3F0 3B0         0B0\nrank 1      1F0 2F0         2B0 1B0",
+        ),
+        (
+            measured(),
+            70,
+            "rank 0            F0.0------------------------- F0.1-----\n"
+            "rank 1                                                         F0.0----------",
+        ),
+        (measured(), 10, "rank 0   F0.0 F\nrank 1          FF"),
+    ],
+    ids=["longer backwards", "several stages of a rank", "uneven times, scaled to the width", "narrow"],
+)
+def test_text(timeline: Timeline, width: int | None, text: str) -> None:
+    assert timeline.to_text(width) == text
 
 
-def test_text_with_longer_backwards() -> None:
-    assert simulate(gpipe(2, 1, 2), UnitCost()).to_text() == (
-        "rank 0  F0.0 F0.1                B0.1----- B0.0-----\nrank 1       F0.0 F0.1 B0.1----- B0.0-----"
-    )
-
-
-def test_text_names_the_stage_where_ranks_hold_several() -> None:
-    schedule = Schedule.parse(
-        "schedule: v\nplacement: 0 1 1 0\nmicrobatches: 1\nslices: 1\nrank 0: 0F0 3F0 3B0 0B0\nrank 1: 1F0 2F0 2B0 1B0"
-    )
-    assert simulate(schedule, UnitCost(backward=1)).to_text() == (
-        "rank 0  0F0         3F0 3B0         0B0\n"
-        "rank 1      1F0 2F0         2B0 1B0"
-    )  # fmt: skip
-
-
-def test_text_of_uneven_times_is_scaled_to_the_width() -> None:
-    assert measured().to_text(70) == (
-        "rank 0            F0.0------------------------- F0.1-----\n"
-        "rank 1                                                         F0.0----------"
-    )
-    assert measured().to_text(10) == "rank 0   F0.0 F\nrank 1          FF"
-    assert max(map(len, measured().to_text().splitlines())) <= 100 + len("rank 0  ")
-    assert len(measured().to_text(50).splitlines()[1]) <= 50 + len("rank 0  ")
+@pytest.mark.parametrize("width", [None, 50])
+def test_text_is_no_wider_than_it_may_be(width: int | None) -> None:
+    assert max(map(len, measured().to_text(width).splitlines())) <= (width or 100) + len("rank 0  ")
 
 
 @pytest.mark.parametrize("lowered", [False, True])
@@ -165,10 +172,21 @@ TIMELINES = {
     "measured": measured(),
     "empty": Timeline((), 1),
 }
+UNITS = {
+    "one sequence": ["1f1b, simulated: 27.", " s, ", "time (s)", "2.4 GB", "number: slice"],
+    "whole microbatches": [
+        "1f1b, simulated: 33 ms",
+        "8 ranks, 4 microbatches, 1 slice",
+        "time (ms)",
+        "number: microbatch",
+    ],
+    "evaluation": ["gpipe, simulated: 3 µs", "time (µs)"],
+}
 
 
 @pytest.mark.parametrize("name", TIMELINES)
 def test_picture(name: str, tmp_path: Path) -> None:
+    """A PNG of the width of a page, and an SVG that says its units, how much is idle, and the peak."""
     timeline = TIMELINES[name]
     draw_timelines(tmp_path / "picture.png", timeline)
     header = (tmp_path / "picture.png").read_bytes()[:24]
@@ -177,10 +195,10 @@ def test_picture(name: str, tmp_path: Path) -> None:
     assert width == 1999
     assert 250 < height < 1200
     draw_timelines(str(tmp_path / "picture.svg"), timeline)
-    drawn = (tmp_path / "picture.svg").read_text()
-    for rank in range(timeline.num_ranks):
-        assert f"<!-- rank {rank} -->" in drawn
-    assert f"{float(timeline.idle_fraction):.1%} idle" in drawn
+    drawn = (tmp_path / "picture.svg").read_text(encoding="utf-8")
+    ranks = [f"<!-- rank {rank} -->" for rank in range(timeline.num_ranks)]
+    words = [*ranks, f"{float(timeline.idle_fraction):.1%} idle", *UNITS.get(name, ())]
+    assert [word for word in words if word not in drawn] == []
     assert ("<!-- peak -->" in drawn) == bool(any(timeline.memory))
 
 
@@ -191,46 +209,35 @@ def test_a_picture_of_another_kind_is_refused(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["picture.pdf"]
 
 
-def test_picture_says_its_units(tmp_path: Path) -> None:
-    for name, words in {
-        "one sequence": ["1f1b, simulated: 27.", " s, ", "time (s)", "2.4 GB", "number: slice"],
-        "whole microbatches": [
-            "1f1b, simulated: 33 ms",
-            "8 ranks, 4 microbatches, 1 slice",
-            "time (ms)",
-            "number: microbatch",
-        ],
-        "evaluation": ["gpipe, simulated: 3 µs", "time (µs)"],
-    }.items():
-        draw_timelines(tmp_path / "picture.svg", TIMELINES[name])
-        drawn = (tmp_path / "picture.svg").read_text(encoding="utf-8")
-        assert [word for word in words if word not in drawn] == []
-
-
 def drawn_text(path: Path) -> set[str]:
     """Everything that is written on an SVG picture; matplotlib leaves it as a comment above the letters' shapes."""
     return set(re.findall(r"<!-- (.*?) -->", path.read_text(encoding="utf-8")))
 
 
-def test_a_pictures_legend_names_what_is_on_it_and_nothing_else(tmp_path: Path) -> None:
-    path = tmp_path / "picture.svg"
-    draw_timelines(path, simulate(one_f_one_b(2, 1, 2), UnitCost(activation=0)))
-    plain = {"forward", "backward", "not yet fed (fill)", "another rank computes", "nothing left (drain)"}
+PLAIN = {"forward", "backward", "not yet fed (fill)", "another rank computes", "nothing left (drain)"}
+SPLIT = {"input gradient", "weight gradient", "message on its way", "message", "stripe: the rank's stages, in order"}
+COPIES = {"forward", "backward", "recompute", "copy to or from host", "executor", "offload", "reload"}
+
+
+@pytest.mark.parametrize(
+    ("timeline", "names"),
+    [
+        (simulate(one_f_one_b(2, 1, 2), UnitCost(activation=0)), PLAIN),
+        (
+            simulate(add_communication(make_schedule("zb-v", 2, 2, 2, 2)), UnitCost(link=0.25)),
+            (PLAIN | SPLIT) - {"backward"},
+        ),
+        (timeline_of("0F0 0 1", "0OFFLOAD0 1 2", "0RELOAD0 2 3", "0R0 3 4", "0B0 4.5 6"), COPIES),
+    ],
+    ids=["plain", "split and lowered", "copies"],
+)
+def test_a_pictures_legend_names_what_is_on_it_and_nothing_else(
+    timeline: Timeline, names: set[str], tmp_path: Path
+) -> None:
     named = [word for word, *_ in (*palette.WORK.values(), *palette.IDLE.values())]
+    draw_timelines(tmp_path / "picture.svg", timeline)
     legend = {*named, *palette.TRANSFERS, "stripe: the rank's stages, in order"}
-    assert drawn_text(path) & legend == plain
-
-    split = add_communication(make_schedule("zb-v", 2, 2, 2, 2))
-    draw_timelines(path, simulate(split, UnitCost(link=0.25)))
-    more = {"input gradient", "weight gradient", "message on its way", "message", "stripe: the rank's stages, in order"}
-    assert drawn_text(path) & legend == (plain | more) - {"backward"}
-
-    texts = ["0F0 0 1", "0OFFLOAD0 1 2", "0RELOAD0 2 3", "0R0 3 4", "0B0 4.5 6"]
-    words = [text.split() for text in texts]
-    copies = Timeline(tuple(Span(0, Action.parse(a), float(start), float(end)) for a, start, end in words), 1)
-    draw_timelines(path, copies)
-    rest = {"forward", "backward", "recompute", "copy to or from host", "executor", "offload", "reload"}
-    assert drawn_text(path) & legend == rest
+    assert drawn_text(tmp_path / "picture.svg") & legend == names
 
 
 def test_two_timelines_on_one_picture_share_their_axis(tmp_path: Path) -> None:
@@ -279,38 +286,35 @@ def test_several_timelines_in_one_trace_are_groups_of_processes() -> None:
     assert {e["pid"] for e in events} == {0, 1, 2, 3}
 
 
+def first_box(trace: dict[str, Any]) -> dict[str, Any]:
+    return next(event for event in trace["traceEvents"] if event["ph"] == "X")
+
+
 @pytest.mark.parametrize(
-    ("text", "problem"),
+    ("file", "problem"),
     [
+        (None, "can't read the timeline"),
         ("{", "it is not JSON"),
         ("[]", "it lacks otherData.format"),
         ('{"traceEvents": []}', "it lacks otherData.format"),
         ('{"otherData": {"format": "slipstream timeline 1"}}', "damaged timeline: KeyError"),
+        (lambda trace: trace["otherData"]["timelines"][0].update(num_ranks=1), ""),
+        (lambda trace: trace["otherData"]["timelines"][0].update(num_ranks="2"), ""),
+        (lambda trace: first_box(trace).update(cat="Z"), ""),
+        (lambda trace: first_box(trace)["args"].update(end=-1), ""),
+        (lambda trace: first_box(trace)["args"].pop("stage"), ""),
     ],
 )
-def test_a_file_that_is_no_timeline(text: str, problem: str, tmp_path: Path) -> None:
-    (tmp_path / "trace.json").write_text(text)
+def test_a_file_that_is_no_timeline_or_a_damaged_one(
+    file: str | Callable[[dict[str, Any]], object] | None, problem: str, tmp_path: Path
+) -> None:
+    if callable(file):
+        trace = chrome_trace(simulate(one_f_one_b(2, 1, 2), UnitCost()))
+        file(trace)
+        file, problem = json.dumps(trace), r"trace\.json is a damaged timeline"
+    if file is not None:
+        (tmp_path / "trace.json").write_text(file)
     with pytest.raises(SlipstreamError, match=problem):
-        load_trace(tmp_path / "trace.json")
-    with pytest.raises(SlipstreamError, match="can't read the timeline"):
-        load_trace(tmp_path / "nothing.json")
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda trace: trace["otherData"]["timelines"][0].update(num_ranks=1),
-        lambda trace: trace["otherData"]["timelines"][0].update(num_ranks="2"),
-        lambda trace: next(e for e in trace["traceEvents"] if e["ph"] == "X").update(cat="Z"),
-        lambda trace: next(e for e in trace["traceEvents"] if e["ph"] == "X")["args"].update(end=-1),
-        lambda trace: next(e for e in trace["traceEvents"] if e["ph"] == "X")["args"].pop("stage"),
-    ],
-)
-def test_a_damaged_timeline(change: Callable[[dict[str, Any]], object], tmp_path: Path) -> None:
-    trace = chrome_trace(simulate(one_f_one_b(2, 1, 2), UnitCost()))
-    change(trace)
-    (tmp_path / "trace.json").write_text(json.dumps(trace))
-    with pytest.raises(SlipstreamError, match=r"trace\.json is a damaged timeline"):
         load_trace(tmp_path / "trace.json")
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.errors import SlipstreamError
-from slipstream.schedule import Action, Op, Schedule, ScheduleError, gpipe
+from slipstream.schedule import Action, Op, Schedule, ScheduleError, gpipe, make_schedule
 
 numbers = st.integers(0, 10**6)
 slice_actions = st.builds(
@@ -33,14 +33,10 @@ def test_text(action: Action, text: str, text_of_one_slice: str) -> None:
     assert Action.parse(text) == Action.parse(text_of_one_slice) == action
 
 
-@given(actions)
-def test_text_round_trips(action: Action) -> None:
-    assert Action.parse(str(action)) == action
-
-
 @given(actions, st.text(alphabet="012.FBW_ \n", min_size=1))
-def test_nothing_around_an_action_is_ignored(action: Action, extra: str) -> None:
-    """Either it makes another action, with another text, or it is refused."""
+def test_text_round_trips_and_nothing_around_it_is_ignored(action: Action, extra: str) -> None:
+    """With more it either makes another action, with another text, or is refused."""
+    assert Action.parse(str(action)) == action
     for text in (f"{action}{extra}", f"{extra}{action}"):
         with contextlib.suppress(ScheduleError):
             assert str(Action.parse(text)) == text
@@ -58,11 +54,10 @@ def test_parser_refuses(text: str) -> None:
         Action.parse(text)
 
 
-def test_both_ends_of_a_message() -> None:
-    assert Action.parse("2SEND_F1.3").other_end == Action.parse("3RECV_F1.3")
-    assert Action.parse("3SEND_B1.3").other_end == Action.parse("2RECV_B1.3")
-    for text in ("2SEND_F1.3", "3RECV_F1.3", "3SEND_B1.3", "2RECV_B1.3"):
-        assert Action.parse(text).other_end.other_end == Action.parse(text)
+@pytest.mark.parametrize(("send", "receive"), [("2SEND_F1.3", "3RECV_F1.3"), ("3SEND_B1.3", "2RECV_B1.3")])
+def test_both_ends_of_a_message(send: str, receive: str) -> None:
+    assert Action.parse(send).other_end == Action.parse(receive)
+    assert Action.parse(receive).other_end == Action.parse(send)
 
 
 def test_schedule_text() -> None:
@@ -79,6 +74,24 @@ rank 1: 1F0.0 1F0.1 1B0.1 1B0.0"""
     assert Schedule.parse(text) == Schedule.parse(text + "\n") == schedule
     empty_rank = Schedule("one stage, two ranks", ((Action(Op.F, 0),), ()), (0,), 1, 1)
     assert Schedule.parse(str(empty_rank)) == empty_rank
+
+
+def test_the_text_of_a_ragged_schedule_has_each_count() -> None:
+    schedule = make_schedule("1f1b", 2, 3, [3, 1, 2])
+    assert "microbatches: 3\nslices: 3 1 2\nrank 0: 0F0.0 0F0.1 0F0.2 0F1.0 0B0.2 " in str(schedule)
+    assert schedule.num_slices == 3
+    assert schedule.is_ragged
+    assert "slices: 2\n" in str(make_schedule("1f1b", 2, 3, [2, 2, 2]))
+
+
+def test_rows_of_numbers_are_what_a_user_would_write() -> None:
+    schedule = make_schedule("zb-v", 3, 2, 2, 2)
+    written = replace(schedule, actions=tuple(schedule.actions))
+    assert isinstance(written.actions, tuple)
+    assert schedule == written == Schedule.parse(str(schedule))
+    assert written == schedule
+    assert (hash(schedule), schedule.checksum, schedule.kinds) == (hash(written), written.checksum, written.kinds)
+    assert schedule != replace(written, actions=written.actions[::-1])
 
 
 @pytest.mark.parametrize(

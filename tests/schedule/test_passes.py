@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
-import random
-import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import product
 
 import pytest
 from hypothesis import given
@@ -30,7 +26,6 @@ from slipstream.schedule import (
     in_flushes,
     make_schedule,
     one_f_one_b,
-    predecessors,
     split_backwards,
     spread_vocabulary,
     validate,
@@ -39,34 +34,9 @@ from slipstream.simulator import TableCost, simulate
 from slipstream.simulator.costs import UnitCost
 from slipstream.simulator.time_kernel import run_rows
 from support.examples import examples
+from support.schedules import named_schedules, random_schedules
 
-NAMED = [
-    make_schedule(name, 2, m, s, SCHEDULES[name].stages_per_rank.start)
-    for name in SCHEDULES
-    for m, s in ((1, 4), (4, 1), (4, 4))
-]
-
-
-@st.composite
-def schedules(draw: st.DrawFn) -> Schedule:
-    """A random order over a random placement, backwards whole or split."""
-    num_stages, num_ranks = draw(st.integers(1, 4)), draw(st.integers(1, 3))
-    placement = tuple(draw(st.integers(0, num_ranks - 1)) for _ in range(num_stages))
-    m, s = draw(st.integers(1, 3)), draw(st.integers(1, 4))
-    units = product(range(num_stages), range(m), range(s))
-    backward = st.sampled_from([(Op.B,), (Op.I, Op.W)])
-    left = [Action(op, *unit) for unit in units for op in (Op.F, *draw(backward))]
-
-    def schedule(order: list[Action]) -> Schedule:
-        rows = [tuple(a for a in order if placement[a.stage] == rank) for rank in range(num_ranks)]
-        return Schedule("random", tuple(rows), placement, m, s)
-
-    rules, generator = schedule(left), random.Random(draw(st.integers(0, 2**32)))
-    done: list[Action] = []
-    while left:
-        done.append(generator.choice([a for a in left if set(predecessors(a, rules)) <= set(done)]))
-        left.remove(done[-1])
-    return schedule(done)
+orders = random_schedules(plain=True).map(lambda made: made[1]) | named_schedules(most_ranks=3)
 
 
 def without(schedule: Schedule, *ops: Op) -> tuple[tuple[Action, ...], ...]:
@@ -100,42 +70,25 @@ def most_whole(schedule: Schedule) -> int:
     return most
 
 
-def test_recomputation_of_a_flush() -> None:
-    schedule = add_recompute(gpipe(2, 1, 3))
-    assert simulate(schedule, UnitCost()).to_text().splitlines() == [
-        "rank 0  F0.0 F0.1 F0.2                B0.2----- R0.1 B0.1----- R0.0 B0.0-----",
-        "rank 1       F0.0 F0.1 F0.2 B0.2----- R0.1 B0.1----- R0.0 B0.0-----",
-    ]
-
-
-def test_recomputation_fills_a_wait_before_another_action() -> None:
+@pytest.mark.parametrize(
+    ("alive", "row"),
+    [(1, "0F0.0 0F1.0 0R0.0 0B0.0 0R1.0 0B1.0"), (2, "0F0.0 0F1.0 0R0.0 0R1.0 0B0.0 0B1.0")],
+)
+def test_recomputation_fills_a_wait_before_another_action(alive: int, row: str) -> None:
     """Rank 0 waits for F1's input's backward: with two slices alive R1.0 stands there, ahead of B0.0."""
-    rows = ((Action.parse("0F0"), Action.parse("0F1"), *map(Action.parse, ("0B0", "0B1"))),)
-    rows += (tuple(map(Action.parse, ("1F0", "1F1", "1B0", "1B1"))),)
-    schedule = Schedule("flush", rows, (0, 1), 2, 1)
-    assert [str(a) for a in add_recompute(schedule).actions[0]] == [
-        *("0F0.0", "0F1.0", "0R0.0", "0B0.0", "0R1.0", "0B1.0")
-    ]
-    assert [str(a) for a in add_recompute(schedule, alive=2).actions[0]] == [
-        *("0F0.0", "0F1.0", "0R0.0", "0R1.0", "0B0.0", "0B1.0")
-    ]
-
-
-@pytest.mark.parametrize("schedule", NAMED, ids=lambda schedule: schedule.name)
-def test_every_named_schedule_takes_both_and_runs(schedule: Schedule) -> None:
-    for alive, share in ((1, 0.5), (2, 1.0)):
-        smaller = add_offload(add_recompute(schedule, alive=alive), share)
-        assert without(smaller, Op.R, Op.OFFLOAD, Op.RELOAD) == schedule.actions
-        check_communication(add_communication(smaller))
+    rows = "rank 0: 0F0 0F1 0B0 0B1\nrank 1: 1F0 1F1 1B0 1B1"
+    schedule = Schedule.parse(f"schedule: flush\nplacement: 0 1\nmicrobatches: 2\nslices: 1\n{rows}")
+    assert " ".join(map(str, add_recompute(schedule, alive=alive).actions[0])) == row
 
 
 @examples(150)
-@given(schedules(), st.integers(1, 3), st.data())
+@given(orders, st.integers(1, 3), st.data())
 def test_recomputation_is_complete_bounded_and_never_later(schedule: Schedule, alive: int, data: st.DataObject) -> None:
     recomputed = add_recompute(schedule, alive=alive)
     assert add_recompute(schedule, alive=alive, run=run_rows) == recomputed
     validate(recomputed)
-    assert without(recomputed, Op.R) == schedule.actions
+    check_communication(add_communication(recomputed))
+    assert without(recomputed, Op.R) == tuple(schedule.actions)
     plain = just_before(schedule)
     assert sorted(map(str, recomputed.positions)) == sorted(map(str, plain.positions))
     assert most_whole(recomputed) <= max(alive, most_whole(plain))
@@ -146,14 +99,15 @@ def test_recomputation_is_complete_bounded_and_never_later(schedule: Schedule, a
 
 
 @examples(150)
-@given(schedules(), st.floats(0, 1) | st.just(1.0), st.integers(0, 3), st.booleans())
+@given(orders, st.floats(0, 1) | st.just(1.0), st.integers(0, 3), st.booleans())
 def test_offload_takes_those_that_wait_longest(schedule: Schedule, share: float, ahead: int, again: bool) -> None:
     if again:
         schedule = add_recompute(schedule)
     moved = add_offload(schedule, share, ahead)
     validate(moved)
+    check_communication(add_communication(moved))
     assert add_offload(schedule, share, ahead, run=run_rows) == moved
-    assert without(moved, Op.OFFLOAD, Op.RELOAD) == schedule.actions
+    assert without(moved, Op.OFFLOAD, Op.RELOAD) == tuple(schedule.actions)
     spans = {span.action: span for span in simulate(schedule, UnitCost()).spans}
     for row, original in zip(moved.actions, schedule.actions, strict=True):
         waits = {}
@@ -172,71 +126,77 @@ def test_offload_takes_those_that_wait_longest(schedule: Schedule, share: float,
             assert row[row.index(forward) + 1].op is Op.OFFLOAD
 
 
-def test_reloads_stand_ahead_of_their_backwards() -> None:
-    schedule = add_offload(gpipe(1, 1, 3))
-    text = "0F0.0 0OFFLOAD0.0 0F0.1 0OFFLOAD0.1 0F0.2 0RELOAD0.1 0B0.2 0RELOAD0.0 0B0.1 0B0.0"
-    assert " ".join(map(str, schedule.actions[0])) == text
+@examples(80)
+@given(named_schedules(most=7, ragged=True), st.integers(1, 3))
+def test_microbatches_may_differ_in_their_number_of_slices(schedule: Schedule, num_flushes: int) -> None:
+    for changed in (add_recompute(schedule), add_offload(schedule, 0.5), in_flushes(schedule, num_flushes)):
+        validate(changed)
+        check_communication(add_communication(changed))
+    assert changed.slice_counts == schedule.slice_counts * num_flushes
 
 
-def test_memory_of_recomputation() -> None:
-    """Of 10 a slice keeps 1; the last one keeps all. Peak: two kept, one whole."""
-    schedule = add_recompute(gpipe(1, 1, 3))
-    timeline = simulate(schedule, UnitCost(activation=10, kept=1))
-    assert [size for _, size in timeline.memory[0]] == [1, 2, 12, 2, 11, 1, 10, 0]
-    assert simulate(gpipe(1, 1, 3), UnitCost(activation=10, kept=1)).peak_memory == (30,)
+THREE = gpipe(1, 1, 3)
 
 
-def test_memory_of_offload() -> None:
-    schedule = add_offload(gpipe(1, 1, 3))
-    timeline = simulate(schedule, UnitCost(activation=10))
-    assert [size for _, size in timeline.memory[0]] == [10, 0, 10, 0, 10, 20, 10, 20, 10, 0]
-    both = simulate(add_offload(add_recompute(gpipe(1, 1, 3))), UnitCost(activation=10, kept=1))
-    assert [size for _, size in both.memory[0]] == [1, 0, 1, 0, 10, 11, 1, 10, 11, 1, 10, 0]
+@pytest.mark.parametrize(
+    ("schedule", "row"),
+    [
+        (add_recompute(gpipe(2, 1, 3)), "0F0.0 0F0.1 0F0.2 0B0.2 0R0.1 0B0.1 0R0.0 0B0.0"),
+        (add_recompute(split_backwards(gpipe(2, 1, 2))), "1F0.0 1F0.1 1I0.1 1W0.1 1R0.0 1I0.0 1W0.0"),
+        (
+            add_offload(THREE),
+            "0F0.0 0OFFLOAD0.0 0F0.1 0OFFLOAD0.1 0F0.2 0RELOAD0.1 0B0.2 0RELOAD0.0 0B0.1 0B0.0",
+        ),
+    ],
+    ids=["recomputed", "before the input gradient", "reloaded ahead of the backward"],
+)
+def test_where_a_pass_puts_its_actions(schedule: Schedule, row: str) -> None:
+    assert " ".join(map(str, schedule.actions[int(row[0])])) == row
+
+
+@pytest.mark.parametrize(
+    ("schedule", "kept", "held"),
+    [
+        (add_recompute(THREE), 1, [1, 2, 12, 2, 11, 1, 10, 0]),  # the last slice keeps all: two kept, one whole
+        (THREE, 1, [10, 20, 30, 20, 10, 0]),
+        (add_offload(THREE), 0, [10, 0, 10, 0, 10, 20, 10, 20, 10, 0]),
+        (add_offload(add_recompute(THREE)), 1, [1, 0, 1, 0, 10, 11, 1, 10, 11, 1, 10, 0]),
+    ],
+    ids=["recomputed", "neither", "offloaded", "both"],
+)
+def test_memory_of_recomputation_and_offload(schedule: Schedule, kept: int, held: list[int]) -> None:
+    """A slice leaves 10, of which recomputation keeps 1."""
+    assert [size for _, size in simulate(schedule, UnitCost(activation=10, kept=kept)).memory[0]] == held
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            lambda: add_recompute(add_communication(gpipe(2, 1, 2))),
-            "gpipe has sends and receives already; add R before",
-        ),
+        (lambda: add_recompute(add_communication(gpipe(2, 1, 2))), "has sends and receives already; add R before"),
         (lambda: add_recompute(add_recompute(gpipe(2, 1, 2))), r"gpipe has 0R0\.0 already, so R can't be added"),
         (lambda: add_recompute(forward_only(gpipe(2, 1, 2))), "gpipe has no backward that R could serve"),
-        (lambda: add_recompute(gpipe(2), alive=0), "num_microbatches"),
         (lambda: add_recompute(gpipe(2, 1), alive=0), "alive=0: a number of slices, 1 or more"),
         (lambda: add_offload(add_communication(one_f_one_b(2, 1, 2))), "add OFFLOAD before they are"),
         (lambda: add_offload(add_offload(gpipe(2, 1, 3))), r"has 0OFFLOAD0\.0 already"),
         (lambda: add_offload(forward_only(gpipe(2, 1, 2))), "no backward that OFFLOAD could serve"),
         (lambda: add_offload(gpipe(2, 1, 2), share=1.5), r"share=1\.5, ahead=1: a share from 0 to 1"),
         (lambda: add_offload(gpipe(2, 1, 2), ahead=-1), r"share=1\.0, ahead=-1: .* 0 or more actions ahead"),
+        (lambda: in_flushes(gpipe(2, 2), 0), "num_flushes=0: give 1 or more"),
+        (lambda: in_flushes(add_communication(gpipe(2, 2)), 2), "has sends and receives already; repeat it before"),
+        (lambda: spread_vocabulary(make_schedule("v-half", 4, 8, 2, 2), ahead=1), "wait for each other"),
     ],
 )
-def test_refusals(change: object, message: str) -> None:
-    with pytest.raises((ScheduleError, TypeError), match=message):
-        change()  # type: ignore[operator]
-
-
-def test_split_backwards_recompute_before_the_input_gradient() -> None:
-    schedule = add_recompute(split_backwards(gpipe(2, 1, 2)))
-    assert " ".join(map(str, schedule.actions[1])) == "1F0.0 1F0.1 1I0.1 1W0.1 1R0.0 1I0.0 1W0.0"
-
-
-def test_the_picture_of_flushes_is_the_timeline() -> None:
-    lines = [line for line in inspect.getdoc(in_flushes).splitlines() if line.startswith("    rank ")]
-    picture = textwrap.dedent("\n".join(lines))
-    assert simulate(in_flushes(gpipe(2, 2), 2), UnitCost(backward=1)).to_text() == picture
+def test_refusals(change: Callable[[], Schedule], message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        change()
 
 
 @examples(60)
-@given(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 5), st.integers(1, 3), st.integers(1, 4), st.integers(1, 4))
-def test_memory_is_one_flushs_and_the_step_no_longer_than_flushes_in_a_row(
-    name: str, p: int, m: int, s: int, num_flushes: int
-) -> None:
-    once = make_schedule(name, p, m, s, max(v for v in (1, 2) if v in SCHEDULES[name].stages_per_rank))
+@given(named_schedules(most_ranks=5, most=4, most_stages=2), st.integers(1, 4))
+def test_memory_is_one_flushs_and_the_step_no_longer_than_flushes_in_a_row(once: Schedule, num_flushes: int) -> None:
     repeated = in_flushes(once, num_flushes)
     check_communication(add_communication(repeated))
-    assert repeated.num_microbatches == num_flushes * m
+    assert repeated.num_microbatches == num_flushes * once.num_microbatches
     one, all_of_them = simulate(once, UnitCost()), simulate(repeated, UnitCost())
     assert all_of_them.peak_memory == one.peak_memory
     assert all_of_them.makespan <= num_flushes * one.makespan
@@ -255,40 +215,27 @@ def test_gradients_are_reduced_once_and_documents_repeat() -> None:
         assert row[-1] == Action(Op.REDUCE_GRAD, rank)
 
 
-def test_flushes_that_are_refused() -> None:
-    with pytest.raises(ScheduleError, match="num_flushes=0: give 1 or more"):
-        in_flushes(gpipe(2, 2), 0)
-    with pytest.raises(ScheduleError, match="gpipe has sends and receives already; repeat it before"):
-        in_flushes(add_communication(gpipe(2, 2)), 2)
-
-
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize(("num_ranks", "num_microbatches", "num_slices"), [(2, 12, 2), (3, 6, 3)])
+@pytest.mark.parametrize("counts", [(2, 12, 2), (3, 6, 3)])
 def test_few_lookups_wait_for_the_first_stage_and_few_gradients_behind_it(
-    name: str, num_ranks: int, num_microbatches: int, num_slices: int
+    name: str, counts: tuple[int, int, int]
 ) -> None:
-    """At most two slices a rank, and the one at hand."""
-    schedule = make_schedule(
-        name, num_ranks, num_microbatches, num_slices, stages_per_rank=SCHEDULES[name].stages_per_rank.start
-    )
+    """At most two slices a rank, and the one at hand; and they are made in the order of the first stage."""
+    schedule = make_schedule(name, *counts, stages_per_rank=SCHEDULES[name].stages_per_rank.start)
     spread = spread_vocabulary(schedule, embedding=True)
     validate(spread)
+    home = schedule.placement[0]
+    first = [action[2:] for action in schedule.actions[home] if action.op is Op.F and action.stage == 0]
     for before, after in zip(schedule.actions, spread.actions, strict=True):
         assert tuple(action for action in after if action.op not in VOCABULARY) == before
+        assert [action[2:] for action in after if action.op is Op.E] == first
     looked_up = gradients = 0
-    for action in spread.actions[schedule.placement[0]]:
+    for action in spread.actions[home]:
         looked_up += (action.op is Op.E) - (action.op is Op.F and action.stage == 0)
         gradients += (action.op in BACKWARDS - {Op.W} and action.stage == 0) - (action.op is Op.EW)
-        assert 0 <= looked_up <= 2 * num_ranks + 1
-        assert 0 <= gradients <= 2 * num_ranks + 1
+        assert 0 <= looked_up <= 2 * counts[0] + 1
+        assert 0 <= gradients <= 2 * counts[0] + 1
     assert looked_up == gradients == 0
-
-
-def test_lookups_are_made_in_the_order_of_the_first_stage() -> None:
-    schedule = make_schedule("1f1b", 2, 6, 2)
-    for row in spread_vocabulary(schedule, embedding=True).actions:
-        lookups = [action[2:] for action in row if action.op is Op.E]
-        assert lookups == [action[2:] for action in schedule.actions[0] if action.op is Op.F]
 
 
 # Seconds of each action of a model of which a rank's rows of the head are a quarter of the work of its layers.
@@ -327,8 +274,3 @@ def test_one_more_microbatch_in_flight_hides_the_exchange(num_ranks: int, num_mi
     busy = num_microbatches * sum(SHARED_HEAD[op] for op in (Op.F, Op.B, Op.V, Op.VW))
     assert seconds[1] < busy + 6 * num_ranks
     assert seconds[0] > 1.1 * seconds[1]
-
-
-def test_an_order_that_cannot_run_ahead_is_refused() -> None:
-    with pytest.raises(ScheduleError, match="wait for each other"):
-        spread_vocabulary(make_schedule("v-half", 4, 8, 2, stages_per_rank=2), ahead=1)
