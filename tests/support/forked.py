@@ -27,7 +27,7 @@ from torch.distributed import TCPStore
 
 import slipstream
 from support.paths import ROOT, TESTS
-from support.timeouts import LIMIT
+from support.timeouts import LIMIT, wait_until
 
 _PROCESSES = multiprocessing.get_context("forkserver")
 _PROCESSES.set_forkserver_preload(
@@ -90,10 +90,8 @@ class ForkedProgram:
 
     def wait_for(self, words: str, on_stderr: bool = False) -> None:
         """Waits until it has written the words, at any place."""
-        deadline = time.monotonic() + LIMIT
-        while not ((text := self._texts[on_stderr]).exists() and words in text.read_text()):
-            assert time.monotonic() < deadline, f"nothing says {words!r}"
-            time.sleep(0.01)
+        text = self._texts[on_stderr]
+        wait_until(lambda: text.exists() and words in text.read_text(), f"nothing says {words!r}")
 
     def communicate(self, timeout: float = LIMIT) -> tuple[str, str]:
         """Waits for its end; returns what it has written. Raises TimeoutError where that takes longer."""

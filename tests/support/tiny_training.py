@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
 
+import torch
 import yaml
+from transformers import AutoModelForCausalLM
 
+from slipstream.train.data import TokenBatch
 from support.forked import COMMAND, launch
 
 TEXT = " ".join(f"{n} is {n * n % 97} more than {n % 13}." for n in range(3000))
@@ -38,6 +42,18 @@ def tiny_training(steps: int, save_every: int, **config: Any) -> dict[str, Any]:
         "training": {"seq_len": 64, "batch_size": 4, "steps": steps},
         "checkpoint": {"every": save_every},
     }
+
+
+def with_settings(values: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+    """A copy of a configuration with further settings, named as on the command line, or whole sections."""
+    values = copy.deepcopy(values)
+    for name, value in settings.items():
+        *path, last = name.split(".")
+        section = values
+        for each in path:
+            section = section.setdefault(each, {})
+        section[last] = copy.deepcopy(value)
+    return values
 
 
 def metrics_of(folder: Path) -> list[dict[str, Any]]:
@@ -71,3 +87,18 @@ def half_of(run: Path, folder: Path, step: int = 3) -> Path:
     place = Path("checkpoints", f"step-{step:08}")
     shutil.copytree(run / place, folder / place)
     return folder
+
+
+def exported_loss(folder: Path, batch: TokenBatch) -> float:
+    """The mean loss of a run's exported model on each document of a batch alone, by transformers."""
+    model, total, count = AutoModelForCausalLM.from_pretrained(folder / "model"), 0.0, 0
+    for number, (row, labels) in enumerate(zip(batch.input_ids, batch.labels, strict=True)):
+        documents = torch.zeros_like(row) if batch.document_ids is None else batch.document_ids[number]
+        for document in range(int(documents.max()) + 1):
+            ids, wanted = (each[documents == document][None] for each in (row, labels))
+            if valid := int((wanted[0, 1:] != -100).sum()):
+                with torch.no_grad():
+                    total += float(model(input_ids=ids, labels=wanted).loss) * valid
+                count += valid
+    assert count == batch.num_predicted
+    return total / count

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -30,7 +29,7 @@ from slipstream.train.run_folder import RunFolder
 from slipstream.train.training_rank import mesh_of_those_there
 from support.forked import ForkedProgram
 from support.paths import ROOT, TESTS, WORKERS, with_path
-from support.timeouts import LIMIT
+from support.timeouts import LIMIT, wait_until
 from support.tiny_training import half_of, tiny_training
 
 HELD_AT = WORKERS / "training/held_at.py"
@@ -103,12 +102,13 @@ def steps_of(output: RunFolder) -> list[int]:
 
 def wait_for_step(output: RunFolder, step: int, process: ForkedProgram | subprocess.Popen[bytes]) -> None:
     """Waits until a step is the last of a run that goes on."""
-    deadline = time.monotonic() + LIMIT
-    while max(steps_of(output), default=0) != step:
+
+    def is_there() -> bool:
         code = process.returncode if isinstance(process, ForkedProgram) else process.poll()
         assert code is None, "it has ended"
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
+        return max(steps_of(output), default=0) == step
+
+    wait_until(is_there, "waited in vain")
 
 
 def rank_of(process: ForkedProgram, rank: int) -> psutil.Process:

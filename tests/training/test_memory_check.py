@@ -14,14 +14,13 @@ from slipstream.train.config.run_config import parse_config
 from slipstream.train.preflight import less_memory, memory_account
 from slipstream.train.preflight.memory_check import check_memory
 
-MODEL = {
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "vocab_size": 300,
-}
+SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+MODEL = SIZES | {"vocab_size": 300}
+LLAMA = LlamaConfig(**MODEL)
+EXPERTS = Qwen3MoeConfig(**MODEL, num_key_value_heads=2, head_dim=8, moe_intermediate_size=32, num_experts=4)
 NUM_PARAMETERS = 2 * 300 * 16 + 2 * (4 * 16 * 16 + 3 * 16 * 32 + 2 * 16) + 16
+OF_EXPERTS = 2 * 4 * 3 * 16 * 32
+OF_OTHERS = sum(each.numel() for each in meta_model(EXPERTS).parameters()) - OF_EXPERTS
 
 
 def configured(**sections: Any) -> Any:
@@ -51,7 +50,7 @@ def test_what_to_lower_and_by_how_much(failure: str) -> None:
 def test_each_change_is_told_with_what_it_leaves() -> None:
     """By the account of the fullest rank, which the changes lower."""
     run = configured(pipeline={"num_ranks": 2, "num_microbatches": 2, "slices": 2})
-    account = memory_account(run, LlamaConfig(**MODEL))
+    account = memory_account(run, LLAMA)
     assert account is not None
     (said,) = less_memory("rank 1 was ended by SIGKILL, perhaps because memory ran out", run, lambda: account)
     found = [float(number) for number in re.findall(r"([\d.]+) [kM]B", said)]
@@ -65,7 +64,7 @@ def test_each_change_is_told_with_what_it_leaves() -> None:
 def test_ranks_that_share_slices_hold_half_of_the_activations(parallel: dict[str, Any], share: float) -> None:
     pipeline = {"num_ranks": 2, "num_microbatches": 2, "slices": 2}
     runs = configured(pipeline=pipeline), configured(pipeline=pipeline, parallel={"context": 2, **parallel})
-    whole, half = (memory_account(run, LlamaConfig(**MODEL)) for run in runs)
+    whole, half = (memory_account(run, LLAMA) for run in runs)
     assert whole is not None
     assert half is not None
     state = 16 * NUM_PARAMETERS / 2
@@ -84,19 +83,25 @@ def test_other_failures_are_not_of_memory(failure: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sections", "least"),
+    ("config", "num_ranks", "parallel", "least"),
     [
-        ({"pipeline": {"num_ranks": 1}}, 16 * NUM_PARAMETERS),
-        ({"pipeline": {"num_ranks": 2}}, 8 * NUM_PARAMETERS),
-        ({"pipeline": {"num_ranks": 2}, "parallel": {"data": 2, "shard": "optimizer"}}, 6 * NUM_PARAMETERS),
-        ({"pipeline": {"num_ranks": 2}, "parallel": {"context": 2, "shard": "optimizer"}}, 6 * NUM_PARAMETERS),
+        (LLAMA, 1, {}, 16 * NUM_PARAMETERS),
+        (LLAMA, 2, {}, 8 * NUM_PARAMETERS),
+        (LLAMA, 2, {"data": 2, "shard": "optimizer"}, 6 * NUM_PARAMETERS),
+        (LLAMA, 2, {"context": 2, "shard": "optimizer"}, 6 * NUM_PARAMETERS),
+        (EXPERTS, 1, {"data": 4, "experts": 2}, 8 * OF_EXPERTS + 16 * OF_OTHERS),
+        # Tensor parallelism doesn't cut experts.
+        (EXPERTS, 1, {"data": 4, "experts": 2, "tensor": 2}, 8 * OF_EXPERTS + 8 * OF_OTHERS),
+        (EXPERTS, 1, {"data": 4, "experts": 2, "shard": "optimizer"}, 6 * OF_EXPERTS + 10 * OF_OTHERS),
+        (EXPERTS, 1, {"data": 4, "experts": 2, "shard": "parameters"}, 4 * OF_EXPERTS + 4 * OF_OTHERS),
     ],
 )
-def test_the_least_limit(sections: dict[str, Any], least: int) -> None:
-    config = LlamaConfig(**MODEL)
-    check_memory(configured(**sections, memory={"limit": least}), config)
-    with pytest.raises(SlipstreamError, match="weights, gradients and AdamW's state alone, of"):
-        check_memory(configured(**sections, memory={"limit": least - 1}), config)
+def test_the_least_limit(config: Any, num_ranks: int, parallel: dict[str, Any], least: float) -> None:
+    given = {"pipeline": {"num_ranks": num_ranks}, "parallel": parallel}
+    check_memory(configured(**given, memory={"limit": least}), config)
+    said = "weights, gradients and AdamW's state alone, of" if config is LLAMA else "one of the"
+    with pytest.raises(SlipstreamError, match=said):
+        check_memory(configured(**given, memory={"limit": least - 1}), config)
 
 
 @pytest.mark.parametrize(
@@ -108,37 +113,18 @@ def test_the_least_limit(sections: dict[str, Any], least: int) -> None:
     ],
 )
 def test_the_least_limit_beside_an_adapter(precision: str, base_precision: str, frozen: float) -> None:
-    config, adapter = LlamaConfig(**MODEL), 2 * 2 * 2 * 8 * 16
+    adapter = 2 * 2 * 2 * 8 * 16
     training = {"output": "out", "steps": 2, "seq_len": 32, "precision": precision}
     lora = {"base_precision": base_precision, "target_modules": ["q_proj", "v_proj"]}
     given = {"model": {"path": "base"}, "lora": lora, "training": training, "pipeline": {"num_ranks": 1}}
     least = frozen + 16 * adapter
-    check_memory(configured(**given, memory={"limit": least}), config)
+    check_memory(configured(**given, memory={"limit": least}), LLAMA)
     with pytest.raises(SlipstreamError, match="the rank holds"):
-        check_memory(configured(**given, memory={"limit": least - 1}), config)
+        check_memory(configured(**given, memory={"limit": least - 1}), LLAMA)
     whole, account = (
-        memory_account(run, config)
+        memory_account(run, LLAMA)
         for run in (configured(training=training, pipeline={"num_ranks": 1}), configured(**given))
     )
     assert whole is not None
     assert account is not None
     assert least < account() < whole()
-
-
-@pytest.mark.parametrize(
-    ("parallel", "of_experts", "of_others"),
-    [
-        ({"data": 4, "experts": 2}, 8, 16),
-        ({"data": 4, "experts": 2, "tensor": 2}, 8, 8),  # which doesn't cut experts
-        ({"data": 4, "experts": 2, "shard": "optimizer"}, 6, 10),
-        ({"data": 4, "experts": 2, "shard": "parameters"}, 4, 4),
-    ],
-)
-def test_the_least_limit_of_experts(parallel: dict[str, Any], of_experts: float, of_others: float) -> None:
-    config = Qwen3MoeConfig(**MODEL, num_key_value_heads=2, head_dim=8, moe_intermediate_size=32, num_experts=4)
-    experts = 2 * 4 * 3 * 16 * 32
-    least = of_experts * experts + of_others * (sum(each.numel() for each in meta_model(config).parameters()) - experts)
-    given = {"pipeline": {"num_ranks": 1}, "parallel": parallel}
-    check_memory(configured(**given, memory={"limit": least}), config)
-    with pytest.raises(SlipstreamError, match="one of the"):
-        check_memory(configured(**given, memory={"limit": least - 1}), config)

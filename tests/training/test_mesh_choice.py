@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -30,6 +30,7 @@ SETTINGS: dict[str, Any] = {
     "training": {"seq_len": 64, "batch_size": 4, "steps": 2, "output": "runs"},
     "checkpoint": {"every": 1},
 }
+MODEL = LlamaConfig(**{name: value for name, value in SETTINGS["model"]["config"].items() if name != "model_type"})
 OPEN = ("--pp=auto", "--dp=auto", "--tp=auto")
 FREE_LINK = MeasuredLink(latency=0.0, bandwidth=1e12, backend="gloo", points=((1024, 1e-9), (4096, 4e-9)))
 
@@ -40,20 +41,21 @@ def loaded(folder: Path, *more: str) -> Config:
     return load_config(file, [f"--training.output={folder / 'run'}", *more])
 
 
-def meshes(config: Config) -> list[tuple[int, int, int, int]]:
-    model = LlamaConfig(**{key: value for key, value in SETTINGS["model"]["config"].items() if key != "model_type"})
-    return [
-        (each.pipeline.num_ranks, each.parallel.data, each.parallel.tensor, each.pipeline.num_microbatches)
-        for each in possible_meshes(config, model)
-    ]
-
-
-def test_each_mesh_that_fits_batch_layers_and_heads_is_looked_at(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of 4 layers, 4 heads and 4 sequences, each of which is a microbatch."""
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """As if a launcher had started so many."""
     monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "8")
+    return lambda number: monkeypatch.setenv("WORLD_SIZE", str(number))
+
+
+def meshes(config: Config) -> list[tuple[int, int, int, int]]:
+    found = [(each.pipeline, each.parallel) for each in possible_meshes(config, MODEL)]
+    return [(pipeline.num_ranks, axes.data, axes.tensor, pipeline.num_microbatches) for pipeline, axes in found]
+
+
+def test_each_mesh_that_fits_batch_layers_and_heads_is_looked_at(tmp_path: Path, ranks: Callable[[int], None]) -> None:
+    """Of 4 layers, 4 heads and 4 sequences, each of which is a microbatch."""
+    ranks(8)
     config = loaded(tmp_path, *OPEN)
     assert config.num_processes == 8
     two, four = [(4, 1, 2, 4), (2, 2, 2, 2), (1, 4, 2, 1)], [(2, 1, 4, 4), (1, 2, 4, 2)]
@@ -61,15 +63,13 @@ def test_each_mesh_that_fits_batch_layers_and_heads_is_looked_at(
     assert meshes(loaded(tmp_path, "--pp=auto", "--dp=auto", "--tp=2")) == two
     given = loaded(tmp_path, *OPEN, "--pipeline.num_microbatches=2")
     assert meshes(given) == [(4, 2, 1, 2), (4, 1, 2, 2), (2, 2, 2, 2), (2, 1, 4, 2), (1, 2, 4, 2)]
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    ranks(2)
     assert meshes(loaded(tmp_path, *OPEN, "--optimizer.name=Adafactor")) == [(1, 2, 1, 2)]  # which sees the whole model
 
 
-def test_ranks_that_share_slices_may_be_chosen_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    model = LlamaConfig(**{key: value for key, value in SETTINGS["model"]["config"].items() if key != "model_type"})
-    found = [*possible_meshes(loaded(tmp_path, "--pp=auto", "--cp=auto"), model)]
+def test_ranks_that_share_slices_may_be_chosen_too(tmp_path: Path, ranks: Callable[[int], None]) -> None:
+    ranks(4)
+    found = [*possible_meshes(loaded(tmp_path, "--pp=auto", "--cp=auto"), MODEL)]
     assert [(each.pipeline.num_ranks, each.parallel.context) for each in found] == [(4, 1), (2, 2), (1, 4)]
 
 
@@ -79,12 +79,11 @@ def test_of_steps_as_short_within_what_plans_are_off_the_fewest_pipeline_ranks_a
     assert preferred([(1.01, 1), (1.0, 1)]) == 1
 
 
-def test_a_mesh_is_chosen_only_with_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
+def test_a_mesh_is_chosen_only_with_the_plan(tmp_path: Path, ranks: Callable[[int], None]) -> None:
+    ranks(2)
     with pytest.raises(SlipstreamError, match=r"--pp=auto and --dp=auto: meshes are compared .* pipeline.slices=4 is"):
         meshes(loaded(tmp_path, "--pp=auto", "--dp=auto", "--pipeline.slices=4"))
-    monkeypatch.setenv("WORLD_SIZE", "8")
+    ranks(8)
     with pytest.raises(SlipstreamError, match=r"no mesh of 8 ranks is possible: pipeline.num_ranks=8 is more than"):
         meshes(loaded(tmp_path, "--pp=auto", "--dp=auto", "--training.batch_size=1"))
 
@@ -95,9 +94,8 @@ def test_without_gpu_and_launcher_there_are_two_processes(tmp_path: Path, monkey
     assert loaded(tmp_path, *OPEN).num_processes == 2
 
 
-def test_the_table_says_what_was_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
+def test_the_table_says_what_was_passed_over(tmp_path: Path, ranks: Callable[[int], None]) -> None:
+    ranks(2)
     first, second = (loaded(tmp_path, *sizes) for sizes in (["--pp=2"], ["--pp=1", "--dp=2"]))
     shown = mesh_table([PlannedMesh(first, 1.5, 1.0, 2e9), PlannedMesh(second, obstacle="3.0 GB more than 2.0 GB")])
     assert shown.splitlines() == [
@@ -121,11 +119,10 @@ def kept(tmp_path_factory: pytest.TempPathFactory, compiled_search: None) -> Ite
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
         (folder / "text.txt").write_text(TEXT)
         (folder / "config.yaml").write_text(yaml.safe_dump(SETTINGS))
-        model = LlamaConfig(**SETTINGS["model"]["config"])
         request = StartRequest(seq_len=64, microbatch_size=1, num_microbatches=2, num_ranks=2, dtype="float32")
-        profile = profile_model(model, request.profile, cpu)
+        profile = profile_model(MODEL, request.profile, cpu)
         profile = replace(profile, link=FREE_LINK, optimizer_seconds=0.0, disturbed=0.0)
-        yield folder, CostCache(model, request.profile, cpu, num_processes=2), profile
+        yield folder, CostCache(MODEL, request.profile, cpu, num_processes=2), profile
 
 
 @pytest.mark.more
@@ -134,22 +131,15 @@ def test_the_faster_mesh_runs_and_stands_in_the_plan(kept: tuple[Path, CostCache
     replicas, unless these are more than the memory. Another run from the plan trains the same, and so does one that
     goes on from a checkpoint."""
     folder, cache, profile = kept
-    cases = {
-        "pipeline": (replace(profile, optimizer_seconds=1e-3), (), {"num_ranks": 2}, {"data": 1, "tensor": 1}),
-        "replicas": (
-            replace(profile, link=replace(FREE_LINK, handling=((64, 1.0),))),
-            (),
-            {"num_ranks": 1},
-            {"data": 2, "tensor": 1},
-        ),
-    }
-    for name, (costs, more, pipeline, parallel) in cases.items():
+    replicated = replace(profile, link=replace(FREE_LINK, handling=((64, 1.0),)))
+    cases = {"pipeline": (replace(profile, optimizer_seconds=1e-3), 2, 1), "replicas": (replicated, 1, 2)}
+    for name, (costs, num_ranks, num_replicas) in cases.items():
         cache.keep(costs, print)
-        run = train(folder, name, "--pp=auto", "--dp=auto", *more)
+        run = train(folder, name, "--pp=auto", "--dp=auto")
         plan = yaml.safe_load((folder / name / "plan.yaml").read_text())
-        assert (plan["pipeline"]["num_ranks"], plan["parallel"]) == (pipeline["num_ranks"], parallel), run.stdout
+        assert (plan["pipeline"]["num_ranks"], plan["parallel"]) == (num_ranks, {"data": num_replicas, "tensor": 1})
         seconds = plan["plan"]["predicted"]["meshes"]
-        assert min(seconds, key=seconds.get).startswith(f"--pp={pipeline['num_ranks']} ")
+        assert min(seconds, key=seconds.get).startswith(f"--pp={num_ranks} ")
         assert len(seconds) == 2
         assert "measuring what" not in run.stdout
         assert run.stdout.index("mesh ") < run.stdout.index("stages on ranks")

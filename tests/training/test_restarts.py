@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,12 @@ def config_of(output: Path, **settings: object) -> Config:
     return parse_config(values)
 
 
+def launch(config: Config, reason: str, wait: Callable[[float], None]) -> None:
+    """Starts a run as often as it may be; it ends by an error where there is a reason."""
+    with pytest.raises(RankFailedError, match=reason) if reason else nullcontext():
+        start_training.launch_with_restarts(config, "owner", Progress(None), None, wait)
+
+
 @pytest.mark.parametrize(
     ("last_steps", "max_restarts", "waits", "reason"),
     [
@@ -37,7 +44,7 @@ def config_of(output: Path, **settings: object) -> Config:
         ([4, None, 4], 5, [1, 2], "step 5 has failed twice"),
         ([4, 6, 8], 2, [1, 1], "crash 3"),
         ([4], 0, [], "crash 1"),
-        ([4, 9, "ends"], 2, [1, 1], None),
+        ([4, 9, "ends"], 2, [1, 1], ""),
     ],
 )
 def test_when_it_gives_up(
@@ -46,7 +53,7 @@ def test_when_it_gives_up(
     last_steps: Sequence[object],
     max_restarts: int,
     waits: list[float],
-    reason: str | None,
+    reason: str,
 ) -> None:
     config, commands, waited = config_of(tmp_path, max_restarts=max_restarts), list[list[str]](), list[float]()
     folder = config.folder
@@ -63,11 +70,7 @@ def test_when_it_gives_up(
         raise RankFailedError(f"crash {len(commands)}", lost=(1,))
 
     monkeypatch.setattr(start_training, "launch_ranks", crash)
-    if reason is None:
-        start_training.launch_with_restarts(config, "owner", Progress(None), None, waited.append)
-    else:
-        with pytest.raises(RankFailedError, match=reason):
-            start_training.launch_with_restarts(config, "owner", Progress(None), None, waited.append)
+    launch(config, reason, waited.append)
     assert waited == waits
     assert ["--checkpoint.resume=last-good" in command for command in commands] == [False, *[True] * len(waits)]
     assert not folder.lost.exists()
@@ -104,11 +107,7 @@ def test_it_goes_on_with_those_that_are_left(tmp_path: Path, monkeypatch: pytest
             raise RegroupedError
 
     monkeypatch.setattr(start_training, "launch_ranks", meet)
-    if reason:
-        with pytest.raises(RankFailedError, match=reason):
-            start_training.launch_with_restarts(config, "owner", Progress(None), None, lambda seconds: None)
-    else:
-        start_training.launch_with_restarts(config, "owner", Progress(None), None, lambda seconds: None)
+    launch(config, reason, lambda _: None)
     assert used == wanted
     assert settings == [[] if len(places) == 4 else ["--dp=1"] for places in used]
     assert config.folder.lost.exists() == bool(reason)

@@ -10,17 +10,13 @@ from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
-import torch
 import yaml
-from transformers import AutoModelForCausalLM
 
-from slipstream.errors import SlipstreamError
 from slipstream.planner.ragged import StageRates
 from slipstream.schedule import Op, Schedule
-from slipstream.train.config.run_config import dump_config, load_config, parse_config
 from slipstream.train.data import TokenisedText, WholeDocuments
 from support.parameters import first_of
-from support.tiny_training import half_of, metrics_of, run_training, steps_of, tiny_llama
+from support.tiny_training import exported_loss, half_of, metrics_of, run_training, steps_of, tiny_llama
 
 SETTINGS: dict[str, Any] = {
     "model": {"config": tiny_llama(initializer_range=0.1)},
@@ -59,14 +55,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
 def test_the_export_has_the_loss_that_was_measured(finished: Path) -> None:
     """On the held-out documents, each alone, by transformers."""
     (measured,) = [line["validation_loss"] for line in metrics_of(finished) if "validation_loss" in line]
-    model = AutoModelForCausalLM.from_pretrained(finished / "model")
     sequences = WholeDocuments(TokenisedText.load(finished / "inputs", "validation"), 64, None)
-    total, count = 0.0, 0
-    for row in sequences.batch(0, sequences.num_sequences).input_ids:
-        with torch.no_grad():
-            loss = model(input_ids=row[None], labels=row[None]).loss
-        total, count = total + float(loss) * (len(row) - 1), count + len(row) - 1
-    assert measured == pytest.approx(total / count, rel=1e-4)
+    loss = exported_loss(finished, sequences.batch(0, sequences.num_sequences))
+    assert measured == pytest.approx(loss, rel=1e-4)
 
 
 @pytest.mark.grid
@@ -202,83 +193,3 @@ def test_replicas_share_the_documents_of_a_step(by_tokens: Path, text: Path, tmp
     for step, wanted in zip(steps_of(tmp_path / "run"), steps_of(by_tokens), strict=True):
         assert step["loss"] == pytest.approx(wanted["loss"], rel=1e-3)
         assert step["tokens"] == wanted["tokens"]
-
-
-@pytest.mark.parametrize(
-    ("section", "values", "words"),
-    [
-        (
-            "pipeline",
-            {"slices": [32, 32]},
-            "pipeline.slices=[32, 32] with data.packing=none: it is for sequences of one",
-        ),
-        ("pipeline", {"microbatches": [[4, [64]]]}, "pipeline.microbatches with data.packing=none"),
-        ("memory", {"num_flushes": 2}, "memory.num_flushes=2 with data.packing=none"),
-        ("training", {"single_process_steps": 3}, "training.single_process_steps=3 with data.packing=none"),
-        ("pipeline", {"schedule": "some.txt"}, "some.txt with data.packing=none: it is for sequences of one length"),
-        (
-            "training",
-            {"batch_tokens": 128},
-            "training.batch_size=4 and training.batch_tokens=128 both set the size of a step; give one of the two, and",
-        ),
-        ("data", {"packing": "nnoe"}, "data.packing='nnoe': give 'fixed' or 'none'; did you mean data.packing=none?"),
-    ],
-)
-def test_settings_for_one_length_are_refused(section: str, values: dict[str, Any], words: str) -> None:
-    plain = {name: each for name, each in SETTINGS["pipeline"].items() if name != "slices"} | {"num_microbatches": 2}
-    if "microbatches" in values:
-        plain = {"num_ranks": 2}
-    given = {**SETTINGS, "pipeline": plain, "training": {**SETTINGS["training"], "output": "out"}}
-    given["data"] = {**SETTINGS["data"], "corpus": "python-stdlib"}
-    with pytest.raises(SlipstreamError) as problem:
-        parse_config(given | {section: {**given.get(section, {}), **values}})
-    assert words in str(problem.value)
-
-
-@pytest.mark.parametrize(
-    ("sections", "words"),
-    [
-        (
-            {"data": {"packing": "fixed"}},
-            "training.batch_tokens=200 with data.packing=fixed: it counts the tokens of documents that differ in "
-            "length. Choose data.packing=none, or training.batch_size=3 sequences of training.seq_len=64",
-        ),
-        (
-            {"parallel": {"data": 4}},
-            "training.batch_tokens=200 has no room for a document of training.seq_len=64 tokens for each of "
-            "parallel.data=4 replicas; choose 256 or more",
-        ),
-        ({"training": {"batch_tokens": 63}}, "training.batch_tokens=63 has no room for a document of training.seq_len"),
-        ({"training": {"batch_tokens": 0}}, "training.batch_tokens=0: give a whole number from 1"),
-    ],
-)
-def test_tokens_of_a_step_that_fit_nothing_are_refused(sections: dict[str, dict[str, Any]], words: str) -> None:
-    given = {**BY_TOKENS, "training": {**BY_TOKENS["training"], "output": "out"}}
-    given["data"] = {**SETTINGS["data"], "corpus": "python-stdlib"}
-    with pytest.raises(SlipstreamError) as problem:
-        parse_config(given | {name: {**given.get(name, {}), **values} for name, values in sections.items()})
-    assert words in str(problem.value)
-
-
-def test_tokens_of_a_step_survive_the_file_that_ranks_read(tmp_path: Path) -> None:
-    given = {**BY_TOKENS, "training": {**BY_TOKENS["training"], "output": "out"}}
-    config = parse_config(given | {"data": {**SETTINGS["data"], "corpus": "python-stdlib"}})
-    (tmp_path / "config.yaml").write_text(dump_config(config))
-    assert load_config(tmp_path / "config.yaml").training == config.training
-
-
-def test_null_takes_back_what_a_file_gives() -> None:
-    for given, null in ((BY_TOKENS, {"batch_tokens": None, "batch_size": 4}), (SETTINGS, {"batch_size": None})):
-        training = {**given["training"], "output": "out"} | ({"batch_tokens": 200} if given is SETTINGS else {}) | null
-        values = {**given, "training": training, "data": {**SETTINGS["data"], "corpus": "python-stdlib"}}
-        found = parse_config(values).training
-        assert (found.batch_tokens is None) == (given is BY_TOKENS)
-
-
-def test_a_plan_file_with_damaged_rates_is_refused() -> None:
-    file = {"pipeline": {"schedule": "plan.txt"}, "plan": {"predicted": {"seconds": 1.0}, "rates": {"seconds": {}}}}
-    given = {**BY_TOKENS, **file, "training": {**BY_TOKENS["training"], "output": "out"}}
-    with pytest.raises(SlipstreamError) as problem:
-        parse_config(given | {"data": {**SETTINGS["data"], "corpus": "python-stdlib"}})
-    assert "plan.rates: the rates of stages can't be read" in str(problem.value)
-    assert "to plan for these: --pipeline.schedule=auto" in str(problem.value)

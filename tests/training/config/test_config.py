@@ -14,6 +14,7 @@ from slipstream.schedule import one_f_one_b
 from slipstream.train.config import Config
 from slipstream.train.config.rules import OTHER_NAMES
 from slipstream.train.config.run_config import dump_config, load_config, parse_config
+from support.tiny_training import tiny_llama, with_settings
 
 MINIMAL = """
 model: {config: {model_type: llama, num_hidden_layers: 2}}
@@ -132,77 +133,227 @@ def test_the_dump_reads_back_as_the_same_configuration(path: Path, tmp_path: Pat
     assert load_config(again) == config
 
 
-@pytest.mark.parametrize(
-    ("override", "words"),
-    [
-        ("--training.step=3", ["unknown key training.step", "did you mean 'training.steps'?"]),
-        ("--pipline.slices=3", ["unknown key pipline", "did you mean 'pipeline'?"]),
-        ("--sample.promt=x", ["unknown key sample.promt", "did you mean 'sample.prompt'?"]),
-        ("--optimizer.foo=red", ["unknown key optimizer.foo", "optimizer has: args, betas, clip_norm"]),
-        ("--training.steps=-1", ["training.steps=-1", "give a whole number from 1"]),
-        ("--training.precision=fp8", ["training.precision='fp8'", "'float32', 'bf16', 'bf16-weights' or 'fp16'"]),
-        ("--pipeline.partition=x", ["pipeline.partition='x'", "give 'auto' or a list of numbers"]),
-        ("--optimizer.lr=.nan", ["optimizer.lr=nan", "give a number above 0"]),
-        ("--pipeline.slices=[32, 33]", ["[32, 33] add up to 65", "training.seq_len=64", "pipeline.slices=2"]),
-        ("--pipeline.slices=65", ["pipeline.slices=65", "64 tokens", "1 to 64"]),
-        ("--pipeline.num_microbatches=2", ["training.batch_size=1", "num_microbatches=2", "1 to 1"]),
-        ("--pipeline.partition=[1, 1, 1]", ["[1, 1, 1] names 3 stages", "stages_per_rank = 2"]),
-        ("--pipeline.partition=[1.25, 1.75]", ["[1.25, 1.75] must give stages of at least half", "multiples of 0.5"]),
-        ("--pipeline.partition=[-1, 3]", ["[-1, 3] must give stages of at least half a layer", "the head alone"]),
-        ("--pipeline.schedule=1f1p", ["pipeline.schedule='1f1p' is not known", "did you mean '1f1b'"]),
-        ("--pipeline.stages_per_rank=2", ["pipeline.stages_per_rank=2", "'1f1b' has exactly 1"]),
-        ("--pipeline.schedule=auto-v", ["pipeline.stages_per_rank=1", "'auto-v' has exactly 2"]),
-        ("--pipeline.schedule=auto_v", ["pipeline.schedule='auto_v' is not known", "did you mean 'auto-v'"]),
-        ("--memory.num_flushes=3", ["num_microbatches=1 don't divide into memory.num_flushes=3"]),
-        (
-            "--memory.recompute=some",
-            [
-                "memory.recompute='some'",
-                "'none', 'selective', 'full', 'stage', 'stage+full', 'segments' or a whole number from 1",
-            ],
-        ),
-        ("--memory.offload=2", ["memory.offload=2", "give a number from 0 to 1"]),
-        ("--training.epochs=2", ["either training.steps or training.epochs"]),
-        ("--model.path=x", ["either model.path", "or model.config"]),
-        ("--pipeline.microbatches=[[3,[0,64]]]", ["pipeline.microbatches[0][1][0]=0: give a whole number from 1"]),
-        ("--pipeline.microbatches=[[3,64]]", ["pipeline.microbatches[0][1]=64: give a list of whole numbers"]),
-        ("--pipeline.microbatches=[[3]]", ["microbatches[0]=[3]: give a list [a whole number from 1, a list of whole"]),
-        ("--pipeline.microbatches=x", ["give a list of lists [a whole number from 1, a list of whole numbers]"]),
-        ("--data.dataset=x", ["one of data.corpus, data.files, data.dataset and", "given: corpus and dataset"]),
-        ("--training.steps", ["'--training.steps' isn't a setting with a value", "--training.steps=100"]),
-        ("--training.steps.more=1", ["can't set training.steps.more", "steps is the value 10"]),
-        ("--training.steps=[", ["training.steps='['", "isn't valid YAML"]),
-    ],
+def test_one_axis_takes_what_the_others_leave(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    four = "--training.batch_size=4"
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    found = load_config(path, [four, "--pp=auto", "--tp=2"])
+    assert (found.pipeline.num_ranks, found.parallel.data, found.parallel.tensor) == (4, 1, 2)
+    assert found.mesh_text == "--pp=4 --dp=1 --tp=2"
+    assert load_config(path, ["--pp=2", "--dp=auto", four]).mesh_text == "--pp=2 --dp=4 --tp=1"
+    for settings, reason in (
+        (["--pp=3", "--dp=auto"], "8 processes don't divide by the 3 of the other axes"),
+        (["--pp=2", "--dp=3"], "training.batch_size=4 doesn't divide into parallel.data=3 equal parts; choose 3 or 6"),
+        (["--dp=4", "--pipeline.num_microbatches=2"], "of 1 for each of parallel.data=4 replicas can't be cut into"),
+    ):
+        with pytest.raises(SlipstreamError, match=reason):
+            load_config(path, [four, *settings])
+    monkeypatch.delenv("WORLD_SIZE")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    with pytest.raises(SlipstreamError, match="no launcher and no GPU to count; give a number, such as --dp=2"):
+        load_config(path, ["--pp=2", four, "--dp=auto"])
+
+
+TEXT = {
+    "model": {"config": {"model_type": "llama", "num_hidden_layers": 2}},
+    "data": {"corpus": "python-stdlib"},
+    "training": {"output": "runs/x", "steps": 10, "seq_len": 64},
+}
+DOCUMENTS = with_settings(TEXT, {"data.packing": "none", "training.batch_size": 4, "pipeline.num_microbatches": 2})
+BY_TOKENS = with_settings(
+    TEXT,
+    {
+        "data.packing": "none",
+        "training": {"output": "runs/x", "seq_len": 64, "batch_tokens": 200, "epochs": 1},
+        "pipeline": {"slices": 3, "num_microbatches": 2},
+    },
 )
-def test_a_bad_value_is_named_with_what_is_allowed(path: Path, override: str, words: list[str]) -> None:
+STREAM = with_settings(
+    TEXT, {"data": {"dataset": "x.jsonl", "tokenizer": "t", "streaming": True}, "training.seq_len": 8}
+)
+PAIRS = with_settings(
+    TEXT,
+    {
+        "model.config": tiny_llama(),
+        "data": {"dataset": "pairs.jsonl"},
+        "preference": {"beta": 0.5},
+        "training.batch_size": 4,
+        "pipeline": {"slices": 3, "num_microbatches": 2},
+    },
+)
+BEST = with_settings(
+    TEXT, {"training.eval_every": 2, "training.patience": 3, "checkpoint": {"keep_best": True, "every": 2}}
+)
+
+# A configuration, settings that it can't have, and words of what is said.
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    (TEXT, {"optimizer.lr": float("nan")}, "optimizer.lr=nan ... give a number above 0"),
+    (TEXT, {"pipeline.num_microbatches": 2}, "training.batch_size=1 ... num_microbatches=2 ... 1 to 1"),
+    (TEXT, {"pipeline.partition": [1, 1, 1]}, "[1, 1, 1] names 3 stages ... stages_per_rank = 2"),
+    (TEXT, {"pipeline.partition": [1.25, 1.75]}, "[1.25, 1.75] must give stages of at least half ... multiples of 0.5"),
+    (TEXT, {"pipeline.partition": [-1, 3]}, "[-1, 3] must give stages of at least half a layer ... the head alone"),
+    (TEXT, {"pipeline.stages_per_rank": 2}, "pipeline.stages_per_rank=2 ... '1f1b' has exactly 1"),
+    (TEXT, {"pipeline.schedule": "auto-v"}, "pipeline.stages_per_rank=1 ... 'auto-v' has exactly 2"),
+    (TEXT, {"pipeline.schedule": "auto_v"}, "pipeline.schedule='auto_v' is not known ... did you mean 'auto-v'"),
+    (TEXT, {"memory.num_flushes": 3}, "num_microbatches=1 don't divide into memory.num_flushes=3"),
+    (
+        TEXT,
+        {"memory.recompute": "some"},
+        "memory.recompute='some' ... "
+        "'none', 'selective', 'full', 'stage', 'stage+full', 'segments' or a whole number from 1",
+    ),
+    (TEXT, {"model.path": "x"}, "either model.path ... or model.config"),
+    (TEXT, {"pipeline.microbatches": [[3, [0, 64]]]}, "pipeline.microbatches[0][1][0]=0: give a whole number from 1"),
+    (TEXT, {"pipeline.microbatches": [[3, 64]]}, "pipeline.microbatches[0][1]=64: give a list of whole numbers"),
+    (
+        TEXT,
+        {"pipeline.microbatches": [[3]]},
+        "microbatches[0]=[3]: give a list [a whole number from 1, a list of whole",
+    ),
+    (TEXT, {"pipeline.microbatches": "x"}, "give a list of lists [a whole number from 1, a list of whole numbers]"),
+    (TEXT, {"data.dataset": "x"}, "one of data.corpus, data.files, data.dataset and ... given: corpus and dataset"),
+    (TEXT, {"sample.every": 2}, "sample.every=2 needs a text to continue"),
+    (
+        TEXT,
+        {"sample": {"prompt": "a", "every": 2}, "pipeline": {"vocabulary": "spread", "slices": 4}},
+        "sample.every=2 with pipeline.vocabulary=spread",
+    ),
+    (
+        TEXT,
+        {"model": {"path": "base", "freeze": ["model.*"]}, "lora": {}},
+        "model.freeze= ... with lora, which freezes all ... lora.target_modules",
+    ),
+    ({}, {}, "model is missing"),
+    ({"model": {"config": {}}, "data": {}, "training": {}}, {}, "training.output is missing"),
+    ({"model": {"config": {"hidden_size": 3}}, "data": {}, "training": {}}, {}, "needs a model_type"),
+    (BEST, {"training.eval_every": 0, "training.patience": None}, "keep_best=true needs validations; give"),
+    (BEST, {"training.eval_every": 0, "checkpoint.keep_best": False}, "patience=3 needs validations; give"),
+    (BEST, {"data.validation_fraction": 0}, "validation_fraction=0 holds no text out"),
+    (BEST, {"checkpoint.keep_best": False, "training.export": "best"}, "the checkpoint that checkpoint.keep_best=true"),
+    (
+        DOCUMENTS,
+        {"pipeline.slices": [32, 32]},
+        "pipeline.slices=[32, 32] with data.packing=none: it is for sequences of one",
+    ),
+    (DOCUMENTS, {"pipeline": {"microbatches": [[4, [64]]]}}, "pipeline.microbatches with data.packing=none"),
+    (DOCUMENTS, {"memory.num_flushes": 2}, "memory.num_flushes=2 with data.packing=none"),
+    (DOCUMENTS, {"training.single_process_steps": 3}, "training.single_process_steps=3 with data.packing=none"),
+    (
+        DOCUMENTS,
+        {"pipeline.schedule": "some.txt"},
+        "some.txt with data.packing=none: it is for sequences of one length",
+    ),
+    (
+        DOCUMENTS,
+        {"training.batch_tokens": 128},
+        "training.batch_size=4 and training.batch_tokens=128 both set the size of a step; give one of the two, and",
+    ),
+    (
+        BY_TOKENS,
+        {"data.packing": "fixed"},
+        "training.batch_tokens=200 with data.packing=fixed: it counts the tokens of documents that differ in length. "
+        "Choose data.packing=none, or training.batch_size=3 sequences of training.seq_len=64",
+    ),
+    (
+        BY_TOKENS,
+        {"parallel.data": 4},
+        "training.batch_tokens=200 has no room for a document of training.seq_len=64 tokens for each of "
+        "parallel.data=4 replicas; choose 256 or more",
+    ),
+    (
+        BY_TOKENS,
+        {"training.batch_tokens": 63},
+        "training.batch_tokens=63 has no room for a document of training.seq_len",
+    ),
+    (
+        BY_TOKENS,
+        {"pipeline": {"schedule": "plan.txt"}, "plan": {"predicted": {"seconds": 1.0}, "rates": {"seconds": {}}}},
+        "plan.rates: the rates of stages can't be read ... to plan for these: --pipeline.schedule=auto",
+    ),
+    (
+        STREAM,
+        {"training.epochs": 1, "training.steps": None},
+        "training.epochs=1.0 with data.streaming=true, which reads while it",
+    ),
+    (STREAM, {"training.eval_every": 5}, "training.eval_every=5 with data.streaming=true"),
+    (STREAM, {"training.single_process_steps": 5}, "training.single_process_steps=5 with data.streaming=true"),
+    (STREAM, {"data.tokenizer": None}, "a model without a tokenizer with data.streaming=true"),
+    (
+        STREAM,
+        {"data.dataset": None, "data.sources": [{"dataset": "x.jsonl"}, {"files": ["y.jsonl"]}]},
+        "Give each source one, such as weight: 1",
+    ),
+    (
+        STREAM,
+        {"data.dataset": None, "data.corpus": "python-stdlib"},
+        "data.streaming=true reads rows, but data.corpus=python-stdlib has texts",
+    ),
+    (PAIRS, {"data.packing": "fixed"}, "data.packing=fixed with preference"),
+    (PAIRS, {"data.streaming": True, "data.tokenizer": "x"}, "data.streaming=true with preference"),
+    (PAIRS, {"data.form": "messages"}, "data.form=messages with preference"),
+    (PAIRS, {"data.loss": "all"}, "data.loss=all with preference"),
+    (PAIRS, {"data.text_column": "x"}, "data.text_column=x with preference"),
+    (PAIRS, {"data.dataset": None, "data.files": ["x"]}, "preference needs pairs; give data.dataset"),
+    (PAIRS, {"data.dataset": "x.txt"}, "data.dataset=x.txt has lines and no pairs"),
+    (PAIRS, {"data.dataset": None, "data.sources": [{"files": ["x"]}]}, "give data.sources[0].dataset"),
+    (PAIRS, {"pipeline.vocabulary": "spread"}, "pipeline.vocabulary=spread with preference"),
+    (PAIRS, {"pipeline.router_loss": "per_layer"}, "pipeline.router_loss=per_layer with preference"),
+    (
+        PAIRS,
+        {"training.batch_tokens": 100, "training.batch_size": None},
+        "has no room for two answers of ... choose 128 or",
+    ),
+    (PAIRS, {"training.batch_size": 1}, "can't be cut into pipeline.num_microbatches=2 parts"),
+    (PAIRS, {"preference.label_smoothing": 0.5}, "label_smoothing"),
+    (PAIRS, {"preference.loss": "ipo"}, "preference.loss"),
+    (
+        PAIRS,
+        {"preference": {"loss": "kto", "gamma": 1.0}},
+        "preference.gamma=1.0 with preference.loss=kto: it belongs to simpo",
+    ),
+]
+
+
+@pytest.mark.parametrize(("values", "settings", "words"), REFUSED, ids=[str(settings) for _, settings, _ in REFUSED])
+def test_settings_that_do_not_go_together_are_refused(
+    values: dict[str, Any], settings: dict[str, Any], words: str
+) -> None:
     with pytest.raises(SlipstreamError) as error:
-        load_config(path, [override])
-    for word in words:
-        assert word in str(error.value)
+        parse_config(with_settings(values, settings))
+    assert [each for each in words.split(" ... ") if each not in str(error.value)] == [], str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("values", "word"),
-    [
-        ({}, "model is missing"),
-        ({"model": {"config": {}}, "data": {}, "training": {}}, "training.output is missing"),
-        ({"model": {"config": {"hidden_size": 3}}, "data": {}, "training": {}}, "needs a model_type"),
-    ],
+    "values",
+    [TEXT, DOCUMENTS, BY_TOKENS, STREAM, PAIRS, BEST],
+    ids=["text", "documents", "by tokens", "stream", "pairs", "best"],
 )
-def test_missing_settings_are_listed(values: dict[str, Any], word: str) -> None:
-    with pytest.raises(SlipstreamError, match=word):
-        parse_config(values)
+def test_without_them_they_are_taken(values: dict[str, Any]) -> None:
+    parse_config(values)
 
 
-def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(SlipstreamError, match=r"can't read the configuration .*No such file"):
-        load_config(tmp_path / "none.yaml")
-    (tmp_path / "bad.yaml").write_text("a: [")
-    with pytest.raises(SlipstreamError, match="isn't valid YAML"):
-        load_config(tmp_path / "bad.yaml")
-    (tmp_path / "empty.yaml").write_text("")
-    with pytest.raises(SlipstreamError, match="holds no settings"):
-        load_config(tmp_path / "empty.yaml")
+def test_an_override_of_a_value_s_part_is_refused(path: Path) -> None:
+    with pytest.raises(SlipstreamError, match=r"can't set training\.steps\.more.*steps is the value 10"):
+        load_config(path, ["--training.steps.more=1"])
+
+
+def test_tokens_of_a_step_survive_the_file_that_ranks_read(tmp_path: Path) -> None:
+    config = parse_config(BY_TOKENS)
+    (tmp_path / "config.yaml").write_text(dump_config(config))
+    assert load_config(tmp_path / "config.yaml").training == config.training
+
+
+def test_null_takes_back_what_a_file_gives() -> None:
+    rows = {"training.batch_tokens": None, "training.batch_size": 4}
+    assert parse_config(with_settings(BY_TOKENS, rows)).training.batch_tokens is None
+    tokens = {"training.batch_tokens": 200, "training.batch_size": None}
+    assert parse_config(with_settings(DOCUMENTS, tokens)).training.batch_tokens == 200
+
+
+def test_pairs_are_taken_as_long_as_they_are() -> None:
+    config = parse_config(PAIRS)
+    assert config.data.packing == "none"
+    assert config.pipeline_options()["vocabulary"] == "whole"
 
 
 def test_a_schedule_of_ones_own_is_checked_against_the_settings(path: Path, tmp_path: Path) -> None:

@@ -120,13 +120,6 @@ def test_a_wrong_column_lists_the_columns(tmp_path: Path) -> None:
         OpenSource.of(DataSection(dataset=str(path)), pytest.fail)
 
 
-def test_a_dataset_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(SlipstreamError, match="there is no file"):
-        read_documents(DataSection(dataset=str(tmp_path / "none.jsonl")), pytest.fail)
-    with pytest.raises(SlipstreamError, match=r"data.dataset=no-such/data-set: there is no such file or folder here"):
-        read_documents(DataSection(dataset="no-such/data-set"), pytest.fail)
-
-
 def test_a_trained_tokenizer_closes_documents_and_survives_saving(tmp_path: Path) -> None:
     documents = ["for x in range(10):\n    print(x)\n" * 20, "while True:\n    naïve = '☃'\n" * 20]
     tokenizer = train_tokenizer(documents, 300, Progress(None))
@@ -144,13 +137,6 @@ def test_a_trained_tokenizer_closes_documents_and_survives_saving(tmp_path: Path
 def test_a_vocabulary_below_the_bytes_is_refused() -> None:
     with pytest.raises(SlipstreamError, match="at least 257 tokens; given: 256"):
         train_tokenizer(["x"], 256, Progress(None))
-
-
-def test_a_tokenizer_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(
-        SlipstreamError, match=r"no tokenizer in .*: the folder has no tokenizer.json. Name one with --data.tokenizer"
-    ):
-        load_tokenizer(str(tmp_path))
 
 
 CODE = """

@@ -8,7 +8,6 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -30,7 +29,10 @@ CHAT = (
 MARKED = CHAT.replace("OPEN", "{% generation %}").replace("CLOSE", "{% endgeneration %}")
 PLAIN = CHAT.replace("OPEN", "").replace("CLOSE", "")
 LAST_ONLY = PLAIN.replace("{{ message.content }}{{ eos", "{% if loop.last %}!{% endif %}{{ message.content }}{{ eos", 1)
+MERGING = PLAIN.replace("<{{ message.role }}>", "{{ message.role }} ").replace("<assistant>", "assistant ")
+NOTHING = "holds no sample to train on: left out 1 of 1 samples: 1 in which no "
 END = "<|endoftext|>"
+WHOLE = f"<user>what is it<assistant>a fox{END}<user>and this<assistant>an owl{END}"
 TURNS = [
     {"role": "user", "content": "what is it"},
     {"role": "assistant", "content": "a fox"},
@@ -79,21 +81,14 @@ def counted(text: TokenisedText, tokenizer: Any, index: int = 0) -> str:
 @pytest.mark.parametrize("template", [PLAIN, MARKED], ids=["by prefixes", "by generation tags"])
 @pytest.mark.parametrize(
     ("loss", "expected"),
-    [
-        ({}, f"a fox{END}|an owl{END}"),
-        ({"loss": "completion"}, f"an owl{END}"),
-        ({"loss": "all"}, f"<user>what is it<assistant>a fox{END}<user>and this<assistant>an owl{END}"),
-    ],
+    [({}, f"a fox{END}|an owl{END}"), ({"loss": "completion"}, f"an owl{END}"), ({"loss": "all"}, WHOLE)],
     ids=["assistant", "completion", "all"],
 )
 def test_the_turns_of_a_conversation_that_count(
     tokenise: Tokenise, tokenizer: Any, template: str, loss: dict[str, str], expected: str
 ) -> None:
     text = tokenise([{"messages": TURNS}], template, **loss)
-    assert (
-        tokenizer.decode(text.document(0))
-        == f"<user>what is it<assistant>a fox{END}<user>and this<assistant>an owl{END}"
-    )
+    assert tokenizer.decode(text.document(0)) == WHOLE
     assert counted(text, tokenizer) == expected
 
 
@@ -157,13 +152,6 @@ def test_turns_that_the_template_writes_otherwise_at_the_end_are_refused(tokenis
     with pytest.raises(SlipstreamError, match=r"row 2: .* first 2 messages are written differently than by.*--da"):
         tokenise([{"messages": TURNS[:2]}, {"messages": TURNS}], LAST_ONLY)
     assert "!an owl" in tokenizer.decode(tokenise([{"messages": TURNS}], LAST_ONLY, loss="all").document(0))
-
-
-def test_a_token_of_header_and_turn_is_refused(tokenise: Tokenise) -> None:
-    """Which a generation, that begins after the header, would never have."""
-    merging = PLAIN.replace("<{{ message.role }}>", "{{ message.role }} ").replace("<assistant>", "assistant ")
-    with pytest.raises(SlipstreamError, match=r"row 1: .* its first 1 messages and a header have other tokens than"):
-        tokenise([{"messages": [TURNS[0], {"role": "assistant", "content": "fox"}]}], merging)
 
 
 def test_a_completion_counts_and_its_prompt_begins_as_a_generation_would(tokenise: Tokenise, tokenizer: Any) -> None:
@@ -285,19 +273,10 @@ def test_what_is_left_out_or_cut_is_counted(tokenise: Tokenise, tokenizer: Any) 
     )
 
 
-def test_nothing_that_counts_is_refused_with_counts(tokenise: Tokenise) -> None:
-    none = "holds no sample to train on: left out 1 of 1 samples: 1 in which no "
-    with pytest.raises(SlipstreamError, match=none + r"turn is the assistant's \(the roles are user, narrator\)"):
-        tokenise([{"messages": [TURNS[0], {"role": "narrator", "content": "a fox"}]}])
-    with pytest.raises(SlipstreamError, match=none + r"token counts"):
-        tokenise([{"messages": TURNS[:2]}], seq_len=3)
-
-
 @pytest.mark.parametrize(
     ("row", "more", "words"),
     [
         ({"text": "a", "messages": TURNS}, {}, "columns of several forms (text, messages); choose one with data.form"),
-        ({"other": 1}, {}, "has no column 'text'; choose data.text_column"),
         ({"text": "a"}, {"form": "messages"}, "has no column 'messages'"),
         ({"text": "a"}, {"loss": "assistant"}, "data.loss=assistant for data.dataset="),
         ({"input_ids": [1, 2], "labels": [1, 2]}, {"loss": "completion"}, "the column labels says which tokens count"),
@@ -316,19 +295,31 @@ def test_nothing_that_counts_is_refused_with_counts(tokenise: Tokenise) -> None:
         ({"input_ids": [1, 2], "labels": [1]}, {}, "row 1: labels has 1 tokens, but input_ids 2; give the same number"),
         ({"input_ids": [1, -100]}, {}, "row 1: input_ids must be lists of token ids"),
         ({"input_ids": [1, 2], "labels": [1, -1]}, {}, "row 1: labels must be lists of token ids, or -100"),
+        (
+            {"messages": [TURNS[0], {"role": "narrator", "content": "a fox"}]},
+            {},
+            NOTHING + "turn is the assistant's (the roles are user, narrator)",
+        ),
+        ({"messages": TURNS[:2]}, {"seq_len": 3}, NOTHING + "token counts"),
+        (
+            {"messages": TURNS},
+            {"template": "{{ raise_exception('no systems') }}"},
+            "row 1: the chat template can't write this conversation: no systems",
+        ),
+        # A generation, that begins after the header, would never have a token of header and turn.
+        (
+            {"messages": [TURNS[0], {"role": "assistant", "content": "fox"}]},
+            {"template": MERGING},
+            "its first 1 messages and a header have other tokens than",
+        ),
     ],
 )
-def test_rows_without_a_form_are_named(
+def test_rows_of_which_nothing_can_be_made_are_named(
     tokenise: Tokenise, row: dict[str, Any], more: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(SlipstreamError) as problem:
         tokenise([row], **more)
     assert words in str(problem.value)
-
-
-def test_what_the_template_refuses_is_said(tokenise: Tokenise) -> None:
-    with pytest.raises(SlipstreamError, match="row 1: the chat template can't write this conversation: no systems"):
-        tokenise([{"messages": TURNS}], "{{ raise_exception('no systems') }}")
 
 
 def test_a_tokenizer_without_a_template(tokenizer: Any, tmp_path: Path) -> None:
@@ -354,16 +345,3 @@ def test_an_example_shows_what_counts(
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert "tokens count" in shown
     assert (f"<assistant>\x1b[1;32ma fox{END}" if has_colours else f"<assistant>[[a fox{END}]]") in shown
-
-
-def test_samples_survive_the_disk_and_the_split(tmp_path: Path) -> None:
-    text = TokenisedText.join([np.arange(n) for n in (3, 4, 5)], [np.arange(n) - 1 for n in (3, 4, 5)])
-    text.save(tmp_path, "train")
-    again = TokenisedText.load(tmp_path, "train")
-    assert again.labels is not None
-    assert again.labels.tolist() == [*range(-1, 2), *range(-1, 3), *range(-1, 4)]
-    for part in again.split(0.3, seed=1):
-        for number in range(part.num_documents):
-            assert (part.labels_of(number) == part.document(number) - 1).all()
-    single = TokenisedText.join([np.arange(3)], [np.arange(3)])
-    assert [part.num_documents for part in single.split(0.5, seed=1)] == [1, 0]

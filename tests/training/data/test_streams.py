@@ -14,7 +14,6 @@ import pytest
 
 from slipstream.errors import SlipstreamError
 from slipstream.train.config import SourceSection
-from slipstream.train.config.run_config import parse_config
 from slipstream.train.data import TokenisedText
 from slipstream.train.data.streams import MixedStreams, RowStream, StreamedSequences
 from support.parameters import each_once
@@ -130,33 +129,3 @@ def test_a_broken_row_is_named(tmp_path: Path) -> None:
     path.write_text("")
     with pytest.raises(SlipstreamError, match=r"rows.jsonl"):
         stream(path, "none")
-
-
-@pytest.mark.parametrize(
-    ("training", "data", "words"),
-    [
-        ({"epochs": 1, "steps": None}, {}, "training.epochs=1.0 with data.streaming=true, which reads while it"),
-        ({"eval_every": 5}, {}, "training.eval_every=5 with data.streaming=true"),
-        ({"single_process_steps": 5}, {}, "training.single_process_steps=5 with data.streaming=true"),
-        ({}, {"tokenizer": None}, "a model without a tokenizer with data.streaming=true"),
-        (
-            {},
-            {"dataset": None, "sources": [{"dataset": "x.jsonl"}, {"files": ["y.jsonl"]}]},
-            "Give each source one, such as weight: 1",
-        ),
-        (
-            {},
-            {"dataset": None, "corpus": "python-stdlib"},
-            "data.streaming=true reads rows, but data.corpus=python-stdlib has texts",
-        ),
-    ],
-)
-def test_what_needs_all_rows_is_refused(training: dict[str, Any], data: dict[str, Any], words: str) -> None:
-    values = {
-        "model": {"config": {"model_type": "llama"}},
-        "data": {"dataset": "x.jsonl", "tokenizer": "t", "streaming": True, **data},
-        "training": {"output": "out", "seq_len": 8, "steps": 3, **training},
-    }
-    with pytest.raises(SlipstreamError) as problem:
-        parse_config(values)
-    assert words in str(problem.value)

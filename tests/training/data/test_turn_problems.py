@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -36,11 +37,16 @@ CONVERSATIONS = [{"messages": [QUESTION, ANSWER, QUESTION, OTHER]}] * 3
 PAIRS = [{"prompt": [QUESTION], "chosen": [ANSWER], "rejected": [OTHER]}] * 3
 
 
+@cache
+def tokenizer() -> Any:
+    return train_tokenizer(["<user> <assistant> <think> </think> say owl"] * 3, 290, Progress(None))
+
+
 def configured(
     folder: Path, answer: str, rows: list[dict[str, Any]] = CONVERSATIONS, prompt: str = "", **more: Any
 ) -> Config:
     """A run on these rows, whose assistant's turns the chat template writes as `answer`."""
-    train_tokenizer(["<user> <assistant> <think> </think> say owl"] * 3, 290, Progress(None)).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "chat.jinja").write_text(FRAME.replace("ANSWER", answer).replace("PROMPT", prompt))
     given = {"dataset": str(folder / "rows.jsonl"), "tokenizer": str(folder), "validation_fraction": 0}
@@ -134,17 +140,26 @@ def test_empty_thoughts(answer: str, prompt: str, warns: bool, tmp_path: Path) -
     assert all(each.endswith("--data.chat_template=chat.jinja") for each in said)
 
 
-@pytest.mark.parametrize("loss", ["completion", "all"])
-def test_whatever_counts(loss: str, tmp_path: Path) -> None:
-    found = warnings(tmp_path, "<think>\n</think>{{ message.content }}", data={"loss": loss})
-    assert [each[:20] for each in found] == [END[:20], THOUGHTS[:20]]
-    assert warnings(tmp_path, ENDED, data={"loss": loss}) == []
+ROWS = {"dataset": "HERE/rows.jsonl", "weight": 1}
 
 
-def test_pairs_of_answers(tmp_path: Path) -> None:
-    found = warnings(tmp_path, "<think></think>{{ message.content }}", PAIRS, preference={})
+@pytest.mark.parametrize(
+    ("rows", "more"),
+    [
+        (CONVERSATIONS, {"data": {"loss": "completion"}}),
+        (CONVERSATIONS, {"data": {"loss": "all"}}),
+        (PAIRS, {"preference": {}}),
+        (CONVERSATIONS, {"data": {"streaming": True}}),
+        (CONVERSATIONS, {"data": {"dataset": None, "sources": [ROWS, ROWS], "streaming": True}}),
+    ],
+    ids=["completions", "all", "pairs of answers", "a stream", "several streams"],
+)
+def test_whatever_counts_is_looked_at(rows: list[dict[str, Any]], more: dict[str, Any], tmp_path: Path) -> None:
+    """Of several streams, each warning comes once."""
+    more = json.loads(json.dumps(more).replace("HERE", str(tmp_path)))
+    found = warnings(tmp_path, "<think></think>{{ message.content }}", rows, **more)
     assert [each[:20] for each in found] == [END[:20], THOUGHTS[:20]]
-    assert warnings(tmp_path, ENDED, PAIRS, preference={}) == []
+    assert warnings(tmp_path, ENDED, rows, **more) == []
 
 
 @pytest.mark.parametrize("rows", first_of([CONVERSATIONS, PAIRS]), ids=["conversations", "pairs"])
@@ -169,16 +184,6 @@ def test_a_check_of_the_configuration_says_the_same(
     assert said.startswith("not checked: ")
     (said,) = checked(ENDED, exit_code=1, what="tokenizer", data={"tokenizer": str(tmp_path / "run")})
     assert said.startswith("no tokenizer at ")
-
-
-def test_streams(tmp_path: Path) -> None:
-    """Of several, each warning comes once."""
-    named = {"dataset": str(tmp_path / "rows.jsonl"), "weight": 1}
-    several = {"dataset": None, "sources": [named, named], "streaming": True}
-    for data in ({"streaming": True}, several):
-        found = warnings(tmp_path, "<think></think>{{ message.content }}", data=data)
-        assert [each[:20] for each in found] == [END[:20], THOUGHTS[:20]]
-        assert warnings(tmp_path, ENDED, data=data) == []
 
 
 @pytest.mark.parametrize("streams", [False, True])

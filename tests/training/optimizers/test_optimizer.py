@@ -96,7 +96,6 @@ def _check(settings: dict[str, Any]) -> None:
         ({"name": "muon"}, "Muon only supports 2D parameters"),
         ({"name": "sparseadam"}, "does not support dense gradients"),
         ({"schedule": "greedy"}, "follows the losses of a run; give constant"),
-        ({"schedule": "coisne"}, "did you mean 'cosine'?"),
         ({"schedule": "polynomial", "schedule_args": {"powr": 2}}, "it takes lr_end, power"),
         ({"schedule": "warmup_stable_decay"}, "num_decay_steps"),
     ],

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -16,13 +15,17 @@ from slipstream.train.folder_lock import FolderLock
 from slipstream.train.run_folder import ListedFiles
 from support.forked import ForkedProgram, run_alone
 from support.paths import TESTS
-from support.timeouts import LIMIT
+from support.timeouts import LIMIT, wait_until
 
 HOLDS = """
 import sys, time
 from pathlib import Path
+from slipstream.launch import StopRequest
 from slipstream.train.folder_lock import FolderLock
-FolderLock(Path(sys.argv[1]), print).take()
+request = StopRequest()
+request.listen()
+request.begin()  # as the processes of a run do: they save before SIGTERM ends them
+FolderLock(Path(sys.argv[1]), print, beat_seconds=0.05).take()
 print("taken", flush=True)
 time.sleep(1000)
 """
@@ -61,25 +64,25 @@ def test_a_second_run_is_refused_until_the_first_has_ended(tmp_path: Path) -> No
 def test_who_looks_on_sees_at_once_whether_a_run_is_at_work(tmp_path: Path) -> None:
     looks_on = FolderLock(tmp_path, pytest.fail)
     assert not looks_on.seems_held()
-    with lock(tmp_path, []):
+    with FolderLock(tmp_path, pytest.fail, pytest.fail, beat_seconds=LIMIT):
         assert looks_on.seems_held()
+        os.utime(owner_file(tmp_path), (0, 0))  # it has been silent for long
+        assert not looks_on.seems_held()
     assert not looks_on.seems_held()
 
 
-def test_a_run_that_has_been_silent_for_long_seems_to_have_ended(tmp_path: Path) -> None:
-    held = FolderLock(tmp_path, pytest.fail, pytest.fail, beat_seconds=LIMIT)
-    with held:
-        assert held.seems_held()
-        os.utime(owner_file(tmp_path), (0, 0))
-        assert not held.seems_held()
-
-
-def killed_owner(folder: Path) -> ForkedProgram:
-    """A process that was killed while it held the folder."""
+def owner(folder: Path) -> ForkedProgram:
+    """A process that holds the folder."""
     script = folder.with_suffix(".py")
     script.write_text(HOLDS)
     process = ForkedProgram(folder, script, folder)
     process.wait_for("taken\n")
+    return process
+
+
+def killed_owner(folder: Path) -> ForkedProgram:
+    """A process that was killed while it held the folder."""
+    process = owner(folder)
     process.send_signal(signal.SIGKILL)
     process.communicate()
     return process
@@ -145,35 +148,15 @@ def test_a_lock_that_was_removed_is_made_again(tmp_path: Path) -> None:
     with lock(tmp_path, []):
         before = owner_file(tmp_path).read_text()
         owner_file(tmp_path).unlink()
-        deadline = time.monotonic() + LIMIT
-        while not [*tmp_path.glob("slipstream-run/owner-*.json")]:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: [*tmp_path.glob("slipstream-run/owner-*.json")], "no lock was made again")
         with pytest.raises(SlipstreamError, match="belongs to a run"):
             patient_lock(tmp_path, []).check_free()
         assert owner_file(tmp_path).read_text() == before
 
 
-SCRIPT = """
-import sys, time
-from pathlib import Path
-from slipstream.launch import StopRequest
-from slipstream.train.folder_lock import FolderLock
-request = StopRequest()
-request.listen()
-request.begin()  # as the processes of a run do: they save before SIGTERM ends them
-FolderLock(Path(sys.argv[1]), print, beat_seconds=0.05).take()
-print("taken", flush=True)
-time.sleep(1000)
-"""
-
-
 @pytest.mark.more
 def test_a_run_that_has_lost_its_folder_ends_without_saving_anything(tmp_path: Path) -> None:
-    script = tmp_path.with_suffix(".py")
-    script.write_text(SCRIPT)
-    process = ForkedProgram(tmp_path, script, tmp_path)
-    process.wait_for("taken\n")
+    process = owner(tmp_path)
     other = tmp_path / "slipstream-run" / "owner-0002.json"
     part = other.with_suffix(".part")  # the run reads it at any time
     part.write_text((tmp_path / "slipstream-run" / "owner-0001.json").read_text().replace('"key": "', '"key": "x'))
