@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -14,14 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress
 from slipstream.pipeline import Pipeline
 from slipstream.train.config import dump_config, load_config
-from slipstream.train.data import TokenBatch, TokenisedText, load_texts, sequences_of
+from slipstream.train.data import TokenisedText, load_texts, sequences_of
 from slipstream.train.evaluation import EvaluationRequest, TextLoss, evaluate_model
 from slipstream.train.export import opened_model
 from slipstream.train.run_context import RunContext
@@ -33,7 +30,7 @@ from support.parameters import first_of
 from support.paths import WORKERS
 from support.pipelines import make_pipe
 from support.ragged_batches import MODELS, one_by_one
-from support.tiny_training import half_of, losses_of, metrics_of, run_training, steps_of, tiny_llama
+from support.tiny_training import exported_loss, half_of, losses_of, metrics_of, run_training, steps_of, tiny_llama
 
 TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}"
@@ -82,32 +79,14 @@ def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return output, request.param
 
 
-def alone(batch: TokenBatch) -> Iterator[tuple[Tensor, Tensor]]:
-    """Tokens and labels of each conversation."""
-    if batch.document_ids is None:
-        yield from zip(batch.input_ids, batch.labels, strict=True)
-        return
-    for row, labels, documents in zip(batch.input_ids, batch.labels, batch.document_ids, strict=True):
-        for document in range(int(documents.max()) + 1):
-            yield row[documents == document], labels[documents == document]
-
-
 def test_the_validation_loss_is_that_of_transformers(finished: tuple[Path, str]) -> None:
     """Of the whole conversations of the file, with the labels that transformers takes."""
     output, packing = finished
     (measured,) = [line["validation_loss"] for line in metrics_of(output) if "validation_loss" in line]
     sequences = sequences_of(load_texts(output / "inputs", "validation"), packing, 96, None)
     assert sequences.texts[0].num_documents == 20
-    batch = sequences.batch(0, sequences.num_sequences)
-    model = AutoModelForCausalLM.from_pretrained(output / "model")
-    total, count = 0.0, 0
-    for ids, labels in alone(batch):
-        with torch.no_grad():
-            loss = model(input_ids=ids[None], labels=labels[None]).loss
-        valid = int((labels[1:] != -100).sum())
-        total, count = total + float(loss) * valid, count + valid
-    assert count == batch.num_predicted
-    assert measured == pytest.approx(total / count, rel=1e-4)
+    loss = exported_loss(output, sequences.batch(0, sequences.num_sequences))
+    assert measured == pytest.approx(loss, rel=1e-4)
     losses = losses_of(output)
     assert losses[-1] < losses[0] - 0.3
 
@@ -230,18 +209,26 @@ def test_gradients_are_those_of_the_plain_loss(
 
 
 @pytest.mark.parametrize(
-    "meshes",
+    ("kinds", "meshes"),
     [
-        pytest.param(["1,2,1", "1,1,2"], id="dp, tp"),
+        pytest.param(["fixed", "none", "pairs"], ["1,2,1,1", "1,1,2,1"], id="dp, tp"),
+        pytest.param(["pairs"], ["1,1,1,2"], id="pairs, cp", marks=pytest.mark.more),
         # Four replicas have one or two of six rows.
-        pytest.param(["2,2,1", "2,1,2", "1,2,2", "1,4,1"], id="dp x pp, pp x tp, dp x tp, dp", marks=pytest.mark.grid),
+        pytest.param(
+            ["fixed", "none"],
+            ["2,2,1,1", "2,1,2,1", "1,2,2,1", "1,4,1,1"],
+            id="dp x pp, pp x tp, dp x tp, dp",
+            marks=pytest.mark.grid,
+        ),
     ],
 )
-def test_processes_divide_by_what_counts_in_all_of_them(meshes: list[str]) -> None:
-    """Replicas, in which unequally many tokens count; parts of layers and of the vocabulary; packed and ragged."""
+def test_processes_divide_by_what_counts_in_all_of_them(kinds: list[str], meshes: list[str]) -> None:
+    """Replicas, in which unequally many tokens count; parts of layers, of the vocabulary and of slices; packed and
+    ragged, and pairs of answers by the formula of DPO."""
     num_processes = prod(map(int, meshes[0].split(",")))
-    ended = launch(num_processes, WORKERS / "training" / "completion_meshes.py", *meshes)
+    cases = [f"{kind}:{mesh}" for mesh in meshes for kind in kinds]
+    ended = launch(num_processes, WORKERS / "training" / "sample_meshes.py", *cases)
     assert ended.returncode == 0, ended.stderr[-3000:]
     lines = ended.stdout.splitlines()
-    assert len(lines) == 2 * len(meshes) * num_processes
+    assert len(lines) == len(cases) * num_processes
     assert max(float(line) for line in lines) < BOUND

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -16,9 +15,6 @@ from slipstream.train.config import PreferenceSection, precision_named
 from slipstream.train.data import TokenBatch, sequences_of
 from slipstream.train.preferences import mean_rewards, preference_loss, reward_sums
 from support.architectures import BOUND, gradient_error, gradients, no_rounding_inside
-from support.forked import launch
-from support.parameters import first_of
-from support.paths import WORKERS
 from support.pipelines import make_pipe
 from support.preference_pairs import NAME, SECTION, expected_of_dpo, pairs
 from support.preferences import log_probabilities
@@ -77,14 +73,8 @@ def test_in_bfloat16_it_is_as_near_to_plain_dpo_as_the_unsplit_model(expected: A
     exact = alone(MODELS[NAME], batch)
     with casts:
         plain = alone(model, batch)
-    pipe = make_pipe(
-        model,
-        num_ranks=2,
-        slices=4,
-        num_microbatches=2,
-        loss_fn=preference_loss(SECTION),
-        precision=precision_named(precision),
-    )
+    options = {"num_ranks": 2, "slices": 4, "num_microbatches": 2, "precision": precision_named(precision)}
+    pipe = make_pipe(model, loss_fn=preference_loss(SECTION), **options)
     with casts:
         found = float(pipe.step(batch.input_ids, batch.labels, sequence_values=batch.sequence_values))
     ours = pipe.sequence_log_probabilities()
@@ -94,25 +84,8 @@ def test_in_bfloat16_it_is_as_near_to_plain_dpo_as_the_unsplit_model(expected: A
     assert measured["margin"] == pytest.approx(rewards["margin"], abs=0.05)
 
 
-@pytest.mark.parametrize("mesh", first_of(["dp", "tp", "cp"]))
-def test_replicas_and_tensor_ranks(expected: Any, mesh: str) -> None:
-    """Two processes: each with half of the pairs, of every layer and of the vocabulary, or of every slice."""
-    ended = launch(2, WORKERS / "training" / "preference_meshes.py", mesh)
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    errors = [float(line) for line in ended.stdout.splitlines()]
-    assert len(errors) == 2
-    assert max(errors) < BOUND
-
-
-def test_without_smoothing_a_pair_that_is_sure_costs_nothing() -> None:
-    loss = preference_loss(PreferenceSection(beta=1.0)).function
+@pytest.mark.parametrize(("smoothing", "cost"), [(0.0, 0.0), (0.25, 250.0)])
+def test_a_pair_that_is_sure_costs_what_its_smoothing_does(smoothing: float, cost: float) -> None:
+    loss = preference_loss(PreferenceSection(beta=1.0, label_smoothing=smoothing)).function
     found = loss(torch.tensor([-1.0, -1001.0]).double(), torch.tensor([-1.0, -1.0]).double())
-    assert float(found) == 0.0
-    assert np.isclose(
-        float(
-            preference_loss(PreferenceSection(beta=1.0, label_smoothing=0.25)).function(
-                torch.tensor([-1.0, -1001.0]).double(), torch.tensor([-1.0, -1.0]).double()
-            )
-        ),
-        250.0,
-    )
+    assert float(found) == pytest.approx(cost, rel=1e-8, abs=0.0)

@@ -1,4 +1,4 @@
-"""Rows with a chosen and a rejected answer become pairs of documents, of which the answers count."""
+"""Rows with two answers or a rated one become pairs of documents, of which the answers count."""
 
 from __future__ import annotations
 
@@ -9,36 +9,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress
 from slipstream.train.config import SourceSection
 from slipstream.train.data import MixedSequences, PreferencePairs, TokenisedText, sequences_of
 from slipstream.train.data.open_source import OpenSource
-from slipstream.train.data.samples import SampleReader, tokenise_samples
+from support.preference_pairs import RATED, TEMPLATE, WORDS, read, word_tokenizer
 
-WORDS = ["<end>", "say", "it", "yes", "no", "a", "b", "c", "user", "assistant"]
-TEMPLATE = (
-    "{% for message in messages %}{{ message.role }} {{ message.content }} <end> {% endfor %}"
-    "{% if add_generation_prompt %}assistant {% endif %}"
-)
-
-
-def tokenizer() -> Any:
-    backend = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<end>"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    made = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
-    made.chat_template = TEMPLATE
-    return made
-
-
-def read(rows: list[dict[str, Any]], seq_len: int = 9) -> tuple[TokenisedText, list[str]]:
-    said: list[str] = []
-    source = SourceSection(dataset="pairs.jsonl")
-    reader = SampleReader(source, "pairs", "completion", tokenizer(), None)
-    return tokenise_samples(rows, reader, "pairs", seq_len, said.append), said
+ASKED = {"role": "user", "content": "say it"}
+YES, NO = ({"role": "assistant", "content": word} for word in ("yes", "no"))
+GOOD = {"prompt": "say", "chosen": " a", "rejected": " b"}
 
 
 def words(text: TokenisedText, document: int) -> tuple[str, str]:
@@ -47,39 +28,31 @@ def words(text: TokenisedText, document: int) -> tuple[str, str]:
     return " ".join(WORDS[token] for token in text.document(document)), " ".join(WORDS[token] for token in counted)
 
 
-def message(role: str, content: str) -> dict[str, str]:
-    return {"role": role, "content": content}
-
-
-def test_texts_with_a_prompt() -> None:
-    text, said = read([{"prompt": "say it", "chosen": " yes", "rejected": " no no"}])
-    assert words(text, 0) == ("say it yes <end>", "yes <end>")
-    assert words(text, 1) == ("say it no no <end>", "no no <end>")
-    assert text.group_size == 2
-    assert said == []
-
-
-@pytest.mark.parametrize("explicit", [True, False])
-def test_messages_with_a_prompt_and_with_what_both_begin_with(explicit: bool) -> None:
-    prompt = [message("user", "say it")]
-    chosen, rejected = [message("assistant", "yes")], [message("assistant", "no")]
-    row = {"chosen": chosen, "rejected": rejected} if explicit else {"chosen": prompt + chosen}
-    row |= {"prompt": prompt} if explicit else {"rejected": prompt + rejected}
-    text, _ = read([row])
-    assert words(text, 0) == ("user say it <end> assistant yes <end>", "yes <end>")
-    assert words(text, 1) == ("user say it <end> assistant no <end>", "no <end>")
+@pytest.mark.parametrize(
+    ("row", "prompt", "rejected"),
+    [
+        ({"prompt": "say it", "chosen": " yes", "rejected": " no no"}, "say it", "no no"),
+        ({"prompt": [ASKED], "chosen": [YES], "rejected": [NO]}, "user say it <end> assistant", "no"),
+        ({"chosen": [ASKED, YES], "rejected": [ASKED, NO]}, "user say it <end> assistant", "no"),
+    ],
+    ids=["texts", "messages", "messages that begin alike"],
+)
+def test_the_answers_count(row: dict[str, Any], prompt: str, rejected: str) -> None:
+    text, said = read([row])
+    assert words(text, 0) == (f"{prompt} yes <end>", "yes <end>")
+    assert words(text, 1) == (f"{prompt} {rejected} <end>", f"{rejected} <end>")
+    assert (text.group_size, said) == (2, [])
 
 
 def test_pairs_from_which_nothing_is_learnt_are_left_out_and_counted() -> None:
-    good = {"prompt": "say", "chosen": " a", "rejected": " b"}
     rows = [
-        good,
-        {**good, "rejected": " a"},
-        {**good, "chosen": " a a a a a a a a a b", "rejected": " a a a a a a a a a c"},  # differ where they are cut
-        {**good, "chosen": ""},
-        {**good, "rejected": None},
-        {**good, "prompt": "say say say say say say say say say"},
-        {**good, "chosen": " a a a a a a a a a a"},
+        GOOD,
+        {**GOOD, "rejected": " a"},
+        {**GOOD, "chosen": " a a a a a a a a a b", "rejected": " a a a a a a a a a c"},  # differ where they are cut
+        {**GOOD, "chosen": ""},
+        {**GOOD, "rejected": None},
+        {**GOOD, "prompt": "say say say say say say say say say"},
+        {**GOOD, "chosen": " a a a a a a a a a a"},
     ]
     text, (said,) = read(rows)
     assert text.num_documents == 4
@@ -89,55 +62,55 @@ def test_pairs_from_which_nothing_is_learnt_are_left_out_and_counted() -> None:
         "(null) (first: row 5), 1 with no room for an answer after the prompt (first: row 6); 1 of 7 pairs have an "
         "answer that ends after training.seq_len=9 tokens: what comes after them is left out"
     )
-    with pytest.raises(SlipstreamError, match=r"pairs holds no pair to train on: left out 1 of 1 pairs: 1 with equal"):
-        read([rows[1]])
 
 
 @pytest.mark.parametrize(
-    ("row", "problem"),
+    ("form", "row", "problem"),
     [
-        ({"chosen": "a", "rejected": "b"}, "row 1: chosen and rejected are texts, which need the column prompt"),
-        ({"prompt": "a", "chosen": [message("assistant", "b")], "rejected": "c"}, "lists of messages; where"),
-        ({"prompt": [{"speaker": "user", "content": "a"}], "chosen": [], "rejected": [{}]}, "needs a role"),
+        ("pairs", GOOD | {"rejected": " a"}, "pairs holds no pair to train on: left out 1 of 1 pairs: 1 with equal"),
+        (
+            "pairs",
+            {"chosen": "a", "rejected": "b"},
+            "row 1: chosen and rejected are texts, which need the column prompt",
+        ),
+        ("pairs", {"prompt": "a", "chosen": [YES], "rejected": "c"}, "lists of messages; where"),
+        ("pairs", {"prompt": [{"speaker": "user", "content": "a"}], "chosen": [], "rejected": [{}]}, "needs a role"),
+        ("rated", RATED[0] | {"label": 7}, "row 1: label must say whether the completion is wanted"),
+        ("rated", RATED[0] | {"label": None}, "left out 1 of 1 samples: 1 without content"),
     ],
 )
-def test_rows_of_another_form_are_named(row: dict[str, Any], problem: str) -> None:
+def test_rows_of_another_form_are_named(form: str, row: dict[str, Any], problem: str) -> None:
     with pytest.raises(SlipstreamError, match=problem):
-        read([row])
+        read([row], form)
 
 
-def test_a_data_set_without_the_columns_is_refused_with_what_it_has(tmp_path: Path) -> None:
-    file = tmp_path / "rows.jsonl"
-    file.write_text(json.dumps({"prompt": "a", "completion": "b"}) + "\n")
-    with pytest.raises(SlipstreamError, match="has no column 'chosen', but prompt, completion; preference needs"):
-        OpenSource.of(SourceSection(dataset=str(file)), print, "pairs")
+def opened(folder: Path, rows: list[dict[str, Any]], form: str = "pairs") -> OpenSource:
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return OpenSource.of(SourceSection(dataset=str(file)), print, form)
+
+
+@pytest.mark.parametrize(
+    ("form", "problem"),
+    [
+        ("pairs", "has no column 'chosen', but prompt, completion; preference needs"),
+        ("rated", "kto needs prompt, completion and label"),
+    ],
+)
+def test_a_data_set_without_the_columns_is_refused_with_what_it_has(tmp_path: Path, form: str, problem: str) -> None:
+    with pytest.raises(SlipstreamError, match=problem):
+        opened(tmp_path, [{"prompt": "a", "completion": "b"}], form)
 
 
 def test_a_source_says_what_it_has(tmp_path: Path) -> None:
-    file = tmp_path / "rows.jsonl"
-    file.write_text(
-        json.dumps(
-            {
-                "chosen": [message("user", "say"), message("assistant", "a")],
-                "rejected": [message("user", "say"), message("assistant", "b")],
-            }
-        )
-        + "\n"
-    )
-    source = OpenSource.of(SourceSection(dataset=str(file)), print, "pairs")
+    row = {"chosen": [ASKED, YES], "rejected": [ASKED, NO]}
+    source = opened(tmp_path, [row])
     assert source.has_messages
     assert source.num_closed == 0
     assert source.describe().startswith("preferences: 1 pair of answers to the first messages that both have")
-    assert [*source.texts()] == ["say", "a", "say", "b"]
-    text = source.tokenise(tokenizer(), None, 9, Progress(None))
-    assert text.num_documents == 2
-
-
-def test_messages_are_found_though_the_first_row_is_null(tmp_path: Path) -> None:
-    file = tmp_path / "rows.jsonl"
-    good = {"chosen": [message("user", "say"), message("assistant", "a")], "rejected": [message("user", "say")]}
-    file.write_text("".join(json.dumps(row) + "\n" for row in ({**good, "chosen": None}, good)))
-    assert OpenSource.of(SourceSection(dataset=str(file)), print, "pairs").has_messages
+    assert [*source.texts()] == ["say it", "yes", "say it", "no"]
+    assert source.tokenise(word_tokenizer(TEMPLATE), None, 9, Progress(None)).num_documents == 2
+    assert opened(tmp_path, [row | {"chosen": None}, row]).has_messages
 
 
 def pairs(number: int) -> TokenisedText:
@@ -146,20 +119,37 @@ def pairs(number: int) -> TokenisedText:
     return TokenisedText.join(documents, documents, group_size=2)
 
 
-def test_whole_pairs_are_held_out() -> None:
+def test_whole_pairs_are_held_out_and_found_again_on_the_disk(tmp_path: Path) -> None:
     train, held_out = pairs(10).split(0.3, seed=1)
     assert (train.num_documents, held_out.num_documents) == (14, 6)
     for part in (train, held_out):
         firsts = part.tokens[part.offsets[:-1]].reshape(-1, 2)
-        assert part.group_size == 2
         assert (firsts[:, 0] % 2 == 0).all()
         assert (firsts[:, 1] == firsts[:, 0] + 1).all()
+        part.save(tmp_path, "train")
+        again = TokenisedText.load(tmp_path, "train")
+        assert part.group_size == again.group_size == 2
+        assert isinstance(sequences_of([again], "none", 9, 0), PreferencePairs)
 
 
-def test_pairs_are_found_again_on_the_disk(tmp_path: Path) -> None:
-    pairs(3).save(tmp_path, "train")
-    assert TokenisedText.load(tmp_path, "train").group_size == 2
-    assert isinstance(sequences_of([TokenisedText.load(tmp_path, "train")], "none", 9, 0), PreferencePairs)
+def test_ratings_survive_the_disk_and_the_split(tmp_path: Path) -> None:
+    text, _ = read(RATED, "rated", 32)
+    text.save(tmp_path, "train")
+    assert text.ratings is not None
+    for part in TokenisedText.load(tmp_path, "train").split(0.4, seed=1):
+        assert part.ratings is not None
+        for number, is_wanted in enumerate(part.ratings):
+            answer = part.document(2 * number).tolist()
+            row = next(each for each in range(5) if text.document(2 * each).tolist() == answer)
+            assert is_wanted == text.ratings[row]
+            assert part.document(2 * number + 1).tolist() == text.document(2 * row + 1).tolist()
+
+
+def test_pairs_are_rated_by_which_is_chosen() -> None:
+    text, _ = read([GOOD | {"prompt": "say a", "rejected": " b c"}, GOOD | {"chosen": " c", "rejected": " a"}], "rated")
+    assert text.ratings is not None
+    assert text.ratings.tolist() == [False, True, False, True]
+    assert [len(text.document(number)) for number in (0, 2)] == [5, 3]  # their end of text included
 
 
 @pytest.mark.parametrize("num_sources", [1, 2])
@@ -171,12 +161,10 @@ def test_both_answers_of_a_pair_are_in_one_replicas_batch_next_to_each_other(num
     for replica in range(2):
         batch = sequences.batch(0, 6, replica, 2)
         firsts = [int(each[0]) for each in batch.input_ids]
-        assert all(
-            chosen % 2 == 0 and rejected == chosen + 1
-            for chosen, rejected in zip(firsts[::2], firsts[1::2], strict=True)
-        )
-        assert [len(each) for each in batch.input_ids] == [2 + first % 5 for first in firsts]
-        assert [len(each) for each in batch.input_ids] == sequences.lengths(0, 6, replica, 2)
+        for chosen, rejected in zip(firsts[::2], firsts[1::2], strict=True):
+            assert (chosen % 2, rejected) == (0, chosen + 1)
+        lengths = [len(each) for each in batch.input_ids]
+        assert lengths == [2 + first % 5 for first in firsts] == sequences.lengths(0, 6, replica, 2)
         assert batch.sequence_values is not None
         assert batch.sequence_values.tolist() == [10.0 * first for first in firsts]
         seen += firsts

@@ -21,7 +21,6 @@ from slipstream import Pipeline
 from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress
 from slipstream.train.config import load_config
-from slipstream.train.config.run_config import parse_config
 from slipstream.train.data import TokenisedText, load_texts
 from slipstream.train.evaluation import EvaluationRequest, PairLoss, evaluate_model
 from slipstream.train.export import opened_model
@@ -213,6 +212,27 @@ def test_replicas_train_alike(finished: Path, file: Path, tmp_path: Path) -> Non
         assert ours["rewards"] == pytest.approx(theirs["rewards"], rel=1e-2, abs=1e-3)
 
 
+@pytest.mark.more
+def test_rated_answers_on_replicas_have_the_losses_of_one_pipeline(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": f"say {n}: ", "completion": ("yes " if n % 3 else "NO ") * (1 + n % 4), "label": bool(n % 3)}
+        for n in range(60)
+    ]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = ["--preference.loss=kto", "--optimizer.lr=0.01", "--training.batch_size=6", "--training.steps=4"]
+    meshes = {"pipeline": [], "replicas": ["--pp=1", "--dp=2", "--pipeline.num_microbatches=1"]}
+    for name, mesh in meshes.items():
+        train(tmp_path / name, file, *given, "--training.eval_every=4", *mesh)
+    for name in ("loss", "validation_loss"):
+        losses, others = ([line[name] for line in lines_of(tmp_path / mesh, name)] for mesh in meshes)
+        assert others == pytest.approx(losses, rel=1e-3)
+    first, *_, last = lines_of(tmp_path / "pipeline", "grad_norm")
+    assert first["loss"] == pytest.approx(0.5, abs=1e-4)  # as all rewards are 0
+    assert last["loss"] < 0.5
+    assert last["rewards"]["margin"] > 0
+
+
 @pytest.mark.grid
 @pytest.mark.parametrize("precision", ["bf16", "float32", "bf16-weights"])
 def test_with_a_plan_that_is_open(finished: Path, file: Path, tmp_path: Path, precision: str) -> None:
@@ -260,41 +280,3 @@ def test_a_run_without_its_reference_is_not_resumed(finished: Path, file: Path, 
     save_file(load_file(finished / "reference.safetensors"), output / "reference.safetensors", {"slipstream": "{}"})
     with pytest.raises(SlipstreamError, match="is of other weights and answers and held-out answers than the run has"):
         resumed(output, file)
-
-
-def parsed(**changes: Any) -> Any:
-    values = {**SETTINGS, "data": {"dataset": "pairs.jsonl"}}
-    for section, settings in changes.items():
-        values[section] = {**values.get(section, {}), **settings}
-    return parse_config({**values, "training": {**values["training"], "output": "run"}})
-
-
-def test_pairs_are_taken_as_long_as_they_are() -> None:
-    config = parsed()
-    assert config.data.packing == "none"
-    assert config.pipeline_options()["vocabulary"] == "whole"
-
-
-@pytest.mark.parametrize(
-    ("changes", "problem"),
-    [
-        ({"data": {"packing": "fixed"}}, "data.packing=fixed with preference"),
-        ({"data": {"streaming": True, "tokenizer": "x"}}, "data.streaming=true with preference"),
-        ({"data": {"form": "messages"}}, "data.form=messages with preference"),
-        ({"data": {"loss": "all"}}, "data.loss=all with preference"),
-        ({"data": {"text_column": "x"}}, "data.text_column=x with preference"),
-        ({"data": {"dataset": None, "files": ["x"]}}, "preference needs pairs; give data.dataset"),
-        ({"data": {"dataset": "x.txt"}}, "data.dataset=x.txt has lines and no pairs"),
-        ({"data": {"dataset": None, "sources": [{"files": ["x"]}]}}, r"give data.sources\[0\].dataset"),
-        ({"pipeline": {"vocabulary": "spread"}}, "pipeline.vocabulary=spread with preference"),
-        ({"pipeline": {"router_loss": "per_layer"}}, "pipeline.router_loss=per_layer with preference"),
-        ({"training": {"batch_tokens": 100, "batch_size": None}}, "has no room for two answers of .*choose 128 or"),
-        ({"training": {"batch_size": 1}}, "can't be cut into pipeline.num_microbatches=2 parts"),
-        ({"preference": {"label_smoothing": 0.5}}, "label_smoothing"),
-        ({"preference": {"loss": "ipo"}}, "preference.loss"),
-    ],
-    ids=str,
-)
-def test_what_does_not_go_with_pairs_is_refused(changes: dict[str, Any], problem: str) -> None:
-    with pytest.raises(SlipstreamError, match=problem):
-        parsed(**changes)
