@@ -1,18 +1,19 @@
-"""A run that names no schedule, slices or partition plans them once, writes the plan, and never plans again."""
+"""A run that names no schedule, slices or partition plans them once, a heavy head spread too, writes the plan, and
+never plans again."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from subprocess import CompletedProcess
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import yaml
-from transformers import AutoConfig
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from slipstream import Memory, Parallelism, make_schedule
 from slipstream.cost import Degrees, load_profile
@@ -23,7 +24,9 @@ from slipstream.train.config.run_config import parse_config
 from slipstream.train.data import PackedSequences, TokenisedText
 from slipstream.train.planned_start import chosen_facts, chosen_settings, plan_obstacle
 from support.architectures import llama
-from support.forked import slipstream_command
+from support.forked import run_alone, slipstream_command
+from support.parameters import first_of
+from support.paths import WORKERS
 from support.pipelines import make_pipe
 from support.tiny_training import TEXT, half_of, losses_of, run_training, tiny_llama
 
@@ -34,18 +37,13 @@ SETTINGS: dict[str, Any] = {
     "training": {"seq_len": 64, "batch_size": 2, "steps": 4, "output": "runs"},
     "checkpoint": {"every": 2},
 }
-
-
-FROM_PLAN = (
-    "--data.vocab_size=300",
-    "--data.validation_fraction=0",
-    "--training.steps=4",
-    "--runtime.self_check=false",
-)
+FROM_PLAN = "--data.vocab_size=300", "--data.validation_fraction=0", "--training.steps=4", "--runtime.self_check=false"
 
 
 def with_section(**sections: dict[str, Any]) -> dict[str, Any]:
-    return {**SETTINGS, **sections}
+    """The settings above, with others in some of their sections."""
+    every = {name: {} for name in sections} | SETTINGS
+    return {name: values | sections.get(name, {}) for name, values in every.items()}
 
 
 def test_what_is_not_named_is_left_to_a_plan() -> None:
@@ -79,17 +77,14 @@ def test_naming_one_of_them_leaves_the_others_at_their_defaults(sections: dict[s
         ({"pipeline": {"num_ranks": 1, "slices": 2}}, ""),
         ({"pipeline": {"schedule": "gpipe", "slices": 2}}, ""),
         ({"pipeline": {"schedule": "auto", "slices": "auto", "partition": "auto"}}, ""),
-        ({"data": {**SETTINGS["data"], "packing": "none"}}, ""),
+        ({"data": {"packing": "none"}}, ""),
         (
-            {"data": {**SETTINGS["data"], "packing": "none"}, "pipeline": {"slices": 4}},
+            {"data": {"packing": "none"}, "pipeline": {"slices": 4}},
             "pipeline.slices=4 is given, so the run plans each step by multiplications, not by measured times: "
             "schedule=1f1b, slices=4, partition=auto. Leave it out for a plan.",
         ),
         (
-            {
-                "data": {**SETTINGS["data"], "packing": "none"},
-                "pipeline": {"num_ranks": 2, "schedule": "1f1b", "slices": 4},
-            },
+            {"data": {"packing": "none"}, "pipeline": {"num_ranks": 2, "schedule": "1f1b", "slices": 4}},
             "pipeline.schedule=1f1b and pipeline.slices=4 are given, so the run plans each step by multiplications, "
             "not by measured times: schedule=1f1b, slices=4, partition=auto. Leave them out for a plan.",
         ),
@@ -141,11 +136,10 @@ def test_what_was_chosen_is_for_sequences_and_stages_like_its_own() -> None:
         assert ("schedule" in found) == (schedule == "auto")
 
 
-def train(
-    folder: Path, output: str, *more: str, config: str = "free.yaml", num_processes: int = 2
-) -> CompletedProcess[str]:
+def train(folder: Path, output: str, *more: str, config: str = "free.yaml", num_processes: int = 2) -> str:
+    """What a run says on the text in that folder, by a configuration there."""
     files = f"--data.files=[{folder / 'text.txt'}]"
-    return run_training(num_processes, folder / output, folder / config, files, *more)
+    return run_training(num_processes, folder / output, folder / config, files, *more).stdout
 
 
 @pytest.fixture(scope="module")
@@ -156,8 +150,7 @@ def first_run(tmp_path_factory: pytest.TempPathFactory, compiled_search: None) -
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
         (folder / "text.txt").write_text(TEXT)
         (folder / "free.yaml").write_text(yaml.safe_dump(SETTINGS))
-        run = train(folder, "first")
-        assert "stages on ranks" in run.stdout
+        assert "stages on ranks" in train(folder, "first")
         yield folder
 
 
@@ -171,7 +164,6 @@ def test_a_run_plans_once_and_another_starts_from_its_plan(first_run: Path) -> N
     plan = yaml.safe_load((moved / "plan.yaml").read_text())
     assert sum(plan["pipeline"]["slices"]) == 64
     assert sum(plan["pipeline"]["partition"]) == 4
-
     check_that_no_other_run_plans(first_run, "first", "free.yaml", "moved/plan.yaml")
 
 
@@ -181,9 +173,9 @@ def check_that_no_other_run_plans(folder: Path, first: str, config: str, plan: s
     half_of(folder / first, folder / again, 2)
     resumed = train(folder, again, "--checkpoint.resume=latest", config=config, num_processes=num_processes)
     planned = train(folder, f"{first}-planned", *FROM_PLAN, config=plan, num_processes=num_processes)
-    for run in (resumed, planned):
-        assert "stages on ranks" not in run.stdout
-        assert "measuring what" not in run.stdout
+    for said in (resumed, planned):
+        assert "stages on ranks" not in said
+        assert "measuring what" not in said
     losses = losses_of(folder / first)
     assert losses_of(folder / again) == losses[2:]
     assert losses_of(folder / f"{first}-planned") == losses
@@ -236,8 +228,7 @@ def test_layers_of_several_kinds_are_planned(first_run: Path, family: dict[str, 
     name = family["model_type"]
     model = {"config": SETTINGS["model"]["config"] | {"head_dim": 8} | family}
     (first_run / f"{name}.yaml").write_text(yaml.safe_dump(with_section(model=model)))
-    run = train(first_run, name, config=f"{name}.yaml")
-    assert "stages on ranks" in run.stdout
+    assert "stages on ranks" in train(first_run, name, config=f"{name}.yaml")
     assert len(losses_of(first_run / name)) == 4
 
 
@@ -250,9 +241,9 @@ def test_replicas_are_planned_together(first_run: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("damaged")
     (first_run / "replicas.yaml").write_text(yaml.safe_dump(with_section(parallel={"data": 2})))
-    run = train(first_run, "replicas", config="replicas.yaml", num_processes=4)
-    assert run.stdout.count("stages on ranks") == 1
-    assert path.name in "".join(run.stdout.split())
+    said = train(first_run, "replicas", config="replicas.yaml", num_processes=4)
+    assert said.count("stages on ranks") == 1
+    assert path.name in "".join(said.split())
     plan = yaml.safe_load((first_run / "replicas" / "plan.yaml").read_text())
     assert plan["parallel"] == {"data": 2, "tensor": 1}
     assert len(losses_of(first_run / "replicas")) == 4
@@ -264,8 +255,8 @@ def test_ranks_that_share_layers_are_planned(first_run: Path, sequence: bool) ->
     """From what their shares cost, which is kept apart from what whole layers cost four ranks."""
     name, parallel = f"tensor-{sequence}", {"tensor": 2} | ({"sequence_parallel": True} if sequence else {})
     (first_run / f"{name}.yaml").write_text(yaml.safe_dump(with_section(parallel=parallel)))
-    run = train(first_run, name, config=f"{name}.yaml", num_processes=4)
-    assert run.stdout.count("stages on ranks") == 1
+    said = train(first_run, name, config=f"{name}.yaml", num_processes=4)
+    assert said.count("stages on ranks") == 1
     plan = yaml.safe_load((first_run / name / "plan.yaml").read_text())
     assert plan["parallel"] == {"data": 1, **parallel}
     assert sum(plan["pipeline"]["partition"]) == 4
@@ -281,7 +272,74 @@ def test_ranks_that_share_layers_are_planned(first_run: Path, sequence: bool) ->
     cpu = torch.device("cpu")
     shared, whole = (CostCache(config, request.profile, cpu, 4, number).path for number in (2, 1))
     assert shared != whole
-    if "costs are used, but not kept" not in " ".join(run.stdout.split()):
+    if "costs are used, but not kept" not in " ".join(said.split()):
         found = load_profile(shared)
         assert (found.degrees.tensor, found.sequence_parallel, found.hardware.processes) == (2, sequence, 4)
     check_that_no_other_run_plans(first_run, name, f"{name}.yaml", f"{name}/plan.yaml", num_processes=4)
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a text and costs of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "text.txt").write_text(TEXT)
+    return tmp_path
+
+
+def logits(folder: Path) -> Tensor:
+    """Of what the run exported, as transformers loads it."""
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).eval()
+    found: Tensor = model(torch.arange(64)[None]).logits.detach()
+    return found
+
+
+@pytest.mark.grid
+@pytest.mark.usefixtures("compiled_search")
+@pytest.mark.parametrize(("replicas", "tied"), [(1, False), (2, False), (1, True), (2, True)])
+def test_a_plan_spreads_a_heavy_head(place: Path, replicas: int, tied: bool) -> None:
+    """The run that resumes, and the one from the plan file, have it spread too, and train the same to the bit."""
+    ranks, model = 2 * replicas, {"config": SETTINGS["model"]["config"] | {"tie_word_embeddings": tied}}
+    free = with_section(parallel={"data": replicas}, model=model, training={"batch_size": 4})
+    (place / "free.yaml").write_text(yaml.safe_dump(free))
+    assert run_alone(WORKERS / "training/keep_heavy_head.py", place / "free.yaml", str(ranks)).returncode == 0
+    said = train(place, "first", num_processes=ranks)
+    assert "measuring" not in said
+    assert "The head is spread: whole, on one rank, a step takes +" in said
+    plan = yaml.safe_load((place / "first" / "plan.yaml").read_text())
+    assert plan["pipeline"]["vocabulary"] == "spread"
+    for name in ("plan.txt", "schedule.txt"):
+        assert "V0.0" in (place / "first" / name).read_text()
+        assert ("E0.0" in (place / "first" / name).read_text()) == tied
+    check_that_no_other_run_plans(place, "first", "free.yaml", "first/plan.yaml", ranks)
+    for run in ("first-again", "first-planned"):
+        assert torch.equal(logits(place / run), logits(place / "first"))
+
+
+@pytest.mark.more
+@pytest.mark.parametrize(
+    ("sections", "ranks"),
+    first_of(
+        [
+            ({"pipeline": {"schedule": "interleaved-1f1b", "stages_per_rank": 2, "slices": 4}}, 2),
+            ({"pipeline": {"schedule": "zb-h1", "slices": 4}}, 2),
+            ({"pipeline": {"schedule": "1f1b", "slices": 3}, "parallel": {"data": 2}}, 4),
+            ({"pipeline": {"schedule": "1f1b", "slices": 3}, "data": {"packing": "none"}}, 2),
+        ],
+        1,
+        "grid",
+    ),
+    ids=["interleaved", "zb-h1", "replicas", "unpacked"],
+)
+def test_a_named_schedule_takes_a_spread_head(place: Path, sections: dict[str, dict[str, Any]], ranks: int) -> None:
+    """It trains, resumes and exports as with a whole one."""
+    settings = with_section(**sections | {"training": {"batch_size": 4}})
+    (place / "free.yaml").write_text(yaml.safe_dump(settings))
+    for name in ("whole", "spread"):
+        train(place, name, f"--pipeline.vocabulary={name}", num_processes=ranks)
+        assert ("V0.0" in (place / name / "schedule.txt").read_text()) == (name == "spread")
+    assert losses_of(place / "whole") == pytest.approx(losses_of(place / "spread"), rel=1e-5)
+    torch.testing.assert_close(logits(place / "whole"), logits(place / "spread"), rtol=1e-3, atol=1e-4)
+    again = half_of(place / "spread", place / "again", 2)
+    train(place, "again", "--pipeline.vocabulary=spread", "--checkpoint.resume=latest", num_processes=ranks)
+    assert losses_of(again) == losses_of(place / "spread")[2:]
+    assert torch.equal(logits(again), logits(place / "spread"))

@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -23,18 +22,30 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slipstream.checkpoint import CheckpointFolder
+from slipstream.extras.run_page.run_record import read_run
+from slipstream.extras.run_page.sections import run_sections
 from slipstream.train.config import load_config
 from slipstream.train.data import PackedSequences, TokenisedText, unigram_entropy
-from slipstream.train.data.sequences import PADDING
 from slipstream.train.run_folder import RunFolder
 from support.forked import COMMAND, ForkedProgram, launch, run_alone, slipstream_command
 from support.parameters import first_of
 from support.paths import WORKERS
-from support.timeouts import LIMIT, SOON
-from support.tiny_training import tiny_llama
+from support.timeouts import LIMIT, SOON, wait_until
+from support.tiny_training import exported_loss, metrics_of, steps_of, tiny_llama
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 TORCHRUN += ["-m", "slipstream", "train"]
+LLAMA = tiny_llama(num_hidden_layers=2, num_attention_heads=2, initializer_range=0.1)
+HYBRID = tiny_llama(
+    model_type="qwen3_5_text",
+    layer_types=["linear_attention", "full_attention"] * 2,
+    head_dim=16,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=8,
+    linear_value_head_dim=8,
+    initializer_range=0.1,
+)
 
 
 @pytest.fixture
@@ -64,7 +75,7 @@ def write_config(folder: Path) -> Path:
     for index in range(8):
         (text / f"{index}.txt").write_text(f"{index}: the quick brown fox jumps over the lazy dog. " * 40)
     values: dict[str, Any] = {
-        "model": {"config": tiny_llama(num_hidden_layers=2, num_attention_heads=2, initializer_range=0.1)},
+        "model": {"config": LLAMA},
         "data": {"files": [str(text)], "validation_fraction": 0.25},
         "pipeline": {"slices": [20, 30, 14], "num_microbatches": 2},
         "runtime": {"self_check": False},
@@ -93,15 +104,19 @@ def train(num_ranks: int, config: Path, *changes: str) -> subprocess.CompletedPr
     return launch(num_ranks, COMMAND, "train", str(config), *changes)
 
 
-def read_metrics(output: RunFolder) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    lines = [json.loads(line) for line in output.metrics.read_text().splitlines()]
-    return [line for line in lines if "loss" in line], [line for line in lines if "perplexity" in line]
+def validations_of(output: RunFolder) -> list[dict[str, Any]]:
+    return [line for line in metrics_of(output.path) if "perplexity" in line]
+
+
+def numbers_of(output: RunFolder) -> list[int]:
+    """The steps that a run has recorded."""
+    return [line["step"] for line in steps_of(output.path)]
 
 
 def test_from_text_to_an_exported_model(finished: tuple[RunFolder, str]) -> None:
     output, terminal = finished
-    steps, validations = read_metrics(output)
-    assert [step["step"] for step in steps] == list(range(1, 21))
+    steps, validations = steps_of(output.path), validations_of(output)
+    assert numbers_of(output) == list(range(1, 21))
     assert steps[0]["loss"] == pytest.approx(math.log(300), rel=0.2)
     assert steps[-1]["loss"] < steps[0]["loss"] - 1
     for step in steps:
@@ -131,22 +146,37 @@ def test_from_text_to_an_exported_model(finished: tuple[RunFolder, str]) -> None
 def test_the_export_has_the_trained_weights(finished: tuple[RunFolder, str]) -> None:
     """Its loss on the held-out text, by transformers alone, is the one that was measured."""
     output, _ = finished
-    model = AutoModelForCausalLM.from_pretrained(output.model)
-    assert AutoTokenizer.from_pretrained(output.model).eos_token_id == model.config.eos_token_id
-    settings = load_config(output.config).training
-    text = TokenisedText.load(output.inputs, "validation")
-    losses, counts = [], []
-    sequences = PackedSequences(text, settings.seq_len, seed=None, pads=True)
-    batch = sequences.batch(0, sequences.num_sequences)
-    for row, documents in zip(batch.input_ids, batch.document_ids, strict=True):
-        for number in {*documents.tolist()} - {PADDING}:
-            tokens = row[documents == number][None]
-            if tokens.shape[1] > 1:
-                with torch.no_grad():
-                    losses.append(model(tokens, labels=tokens).loss.item())
-                counts.append(tokens.shape[1] - 1)
-    loss = sum(a * b for a, b in zip(losses, counts, strict=True)) / sum(counts)
-    assert read_metrics(output)[1][-1]["validation_loss"] == pytest.approx(loss, rel=1e-5)
+    eos = AutoModelForCausalLM.from_pretrained(output.model).config.eos_token_id
+    assert AutoTokenizer.from_pretrained(output.model).eos_token_id == eos
+    text, seq_len = TokenisedText.load(output.inputs, "validation"), load_config(output.config).training.seq_len
+    sequences = PackedSequences(text, seq_len, seed=None, pads=True)
+    loss = exported_loss(output.path, sequences.batch(0, sequences.num_sequences))
+    assert validations_of(output)[-1]["validation_loss"] == pytest.approx(loss, rel=1e-5)
+
+
+@pytest.mark.parametrize("model", first_of([LLAMA, HYBRID]), ids=["llama", "hybrid"])
+def test_a_sample_is_what_the_export_of_its_step_continues(
+    config: Path, output: RunFolder, model: dict[str, Any]
+) -> None:
+    """In the log and on the run's page."""
+    steps = ["--pipeline.slices=4", "--training.steps=5", "--training.export_every=2", "--training.eval_every=0"]
+    sampled = ["--sample.every=2", "--sample.temperature=0", "--sample.max_new_tokens=12"]
+    result = train(2, config, f"--model.config={json.dumps(model)}", *steps, *sampled)
+    assert result.returncode == 0, result.stderr
+    samples = [line for line in metrics_of(output.path) if "sample" in line]
+    assert [line["step"] for line in samples] == [2, 4]
+    for line in samples:
+        folder = output.model_at(line["step"])
+        model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+        inputs = tokenizer("the quick", return_tensors="pt", return_token_type_ids=False)
+        with torch.no_grad():
+            written = model.generate(**inputs, max_new_tokens=12, do_sample=False, pad_token_id=0)[0]
+        assert line["sample"] == tokenizer.decode(written, skip_special_tokens=True)
+        assert f"step {line['step']}: the model continues 'the quick':\n{line['sample']}" in result.stdout
+    assert samples[0]["sample"] != samples[1]["sample"]
+    page = run_sections(read_run(output.path, "run"))
+    assert "<h3>step 2</h3>" in page
+    assert "<h3>step 4</h3>" in page
 
 
 @pytest.mark.grid
@@ -164,39 +194,27 @@ def test_the_numbers_do_not_depend_on_how_it_is_started(
     check_same_losses(output, finished[0])
 
 
-@pytest.mark.more
+@pytest.mark.parametrize(
+    ("pipeline", "slices"),
+    [
+        pytest.param({"num_ranks": 1, "slices": 1, "num_microbatches": 1}, "", marks=pytest.mark.more),
+        pytest.param({"microbatches": [[2, [20, 30, 14]], [1, [40, 24]]]}, "slices: 3 2\n", marks=pytest.mark.grid),
+    ],
+    ids=["uncut", "microbatches that differ"],
+)
 def test_the_numbers_do_not_depend_on_how_it_is_cut(
-    finished: tuple[RunFolder, str], config: Path, output: RunFolder
+    finished: tuple[RunFolder, str], config: Path, output: RunFolder, pipeline: dict[str, Any], slices: str
 ) -> None:
-    uncut = ["--pipeline.num_ranks=1", "--pipeline.slices=1", "--pipeline.num_microbatches=1"]
-    result = train(1, config, "--sample.prompt=null", *uncut)
+    config.write_text(yaml.safe_dump(yaml.safe_load(config.read_text()) | {"pipeline": pipeline}))
+    result = train(pipeline.get("num_ranks", 2), config, "--sample.prompt=null")
     assert result.returncode == 0, result.stderr
     check_same_losses(output, finished[0])
-
-
-@pytest.mark.grid
-def test_microbatches_that_differ_train_to_the_same_losses(
-    finished: tuple[RunFolder, str], config: Path, output: RunFolder
-) -> None:
-    values = yaml.safe_load(config.read_text()) | {"pipeline": {"microbatches": [[2, [20, 30, 14]], [1, [40, 24]]]}}
-    config.write_text(yaml.safe_dump(values))
-    result = train(2, config, "--sample.prompt=null")
-    assert result.returncode == 0, result.stderr
-    check_same_losses(output, finished[0])
-    assert "slices: 3 2\n" in output.schedule.read_text()
+    assert slices in output.schedule.read_text()
 
 
 def check_same_losses(output: RunFolder, expected: RunFolder) -> None:
-    losses, wanted = ([step["loss"] for step in read_metrics(each)[0]] for each in (output, expected))
+    losses, wanted = ([step["loss"] for step in steps_of(each.path)] for each in (output, expected))
     assert losses == pytest.approx(wanted, rel=1e-4)
-
-
-@pytest.mark.grid
-def test_bfloat16_trains_too(config: Path, output: RunFolder) -> None:
-    result = train(2, config, "--training.precision=bf16", "--sample.prompt=null")
-    assert result.returncode == 0, result.stderr
-    steps, _ = read_metrics(output)
-    assert steps[-1]["loss"] < steps[0]["loss"] - 1
 
 
 @pytest.mark.grid
@@ -224,20 +242,28 @@ def test_a_loss_that_is_not_finite_stops_the_run(config: Path, output: RunFolder
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("policy", first_of(["rollback", "skip", "stop"], 1, "grid"))
-def test_bad_steps_are_decided_alike_on_all_ranks(config: Path, output: RunFolder, policy: str) -> None:
-    """Two replicas, and batches of four sequences; a checkpoint every four steps."""
+@pytest.mark.parametrize("policy", first_of(["rollback", None, "skip", "stop"], 2, "grid"))
+def test_bad_steps_of_replicas(config: Path, output: RunFolder, policy: str | None) -> None:
+    """They decide alike, with batches of four sequences and a checkpoint every four steps. By default nobody agrees on
+    bad numbers: where there are any, nobody goes on."""
     replicas = ["--pipeline.num_ranks=1", "--parallel.data=2", "--training.batch_size=4"]
-    settings = [*replicas, f"--training.bad_numbers={policy}", "--training.spike_factor=20", "--checkpoint.every=4"]
+    settings = (
+        [f"--training.bad_numbers={policy}", "--training.spike_factor=20", "--checkpoint.every=4"] if policy else []
+    )
     more = ["--training.eval_every=0", "--training.export_every=0", "--sample.prompt=null", "--training.steps=18"]
-    result = launch(2, WORKERS / "training/bad_numbers.py", "train", str(config), *settings, *more)
+    result = launch(2, WORKERS / "training/bad_numbers.py", "train", config, *replicas, *settings, *more)
+    if policy is None:
+        assert result.returncode == 3
+        assert "the norm of its gradient nan" in result.stderr
+        assert numbers_of(output) == [1, 2, 3, 4, 5]
+        return
     if policy == "stop":
         assert result.returncode == 3
         assert "training.bad_numbers=skip or rollback goes on" in result.stderr
         return
     assert result.returncode == 0, result.stderr
     assert "2 steps did not update: 6, 16" in result.stdout
-    steps, _ = read_metrics(output)
+    steps = steps_of(output.path)
     done = {6: "rolled back to step 4", 16: "rolled back to step 12"} if policy == "rollback" else {}
     assert {step["step"]: step["bad"] for step in steps if "bad" in step} == {
         6: {"why": "not finite", "samples": [20, 24], "done": done.get(6, "skipped")},
@@ -245,17 +271,7 @@ def test_bad_steps_are_decided_alike_on_all_ranks(config: Path, output: RunFolde
     }
     rates = {step["step"]: step["lr"] for step in steps}
     assert rates[7] == (rates[5] if policy == "rollback" else rates[6])  # as many updates before it
-    assert [step["step"] for step in steps] == list(range(1, 19))
-
-
-@pytest.mark.more
-def test_a_replica_that_stops_by_itself_ends_the_run(config: Path, output: RunFolder) -> None:
-    """By default nobody agrees on bad numbers: where there are any, nobody goes on."""
-    settings = ["--pipeline.num_ranks=1", "--parallel.data=2", "--training.batch_size=4", "--training.steps=18"]
-    result = launch(2, WORKERS / "training/bad_numbers.py", "train", str(config), *settings, "--sample.prompt=null")
-    assert result.returncode == 3
-    assert "the norm of its gradient nan" in result.stderr
-    assert [step["step"] for step in read_metrics(output)[0]] == [1, 2, 3, 4, 5]
+    assert numbers_of(output) == list(range(1, 19))
 
 
 def test_a_model_that_is_not_finite_is_not_exported(config: Path, output: RunFolder) -> None:
@@ -293,10 +309,8 @@ def ranks_of(launcher: ForkedProgram) -> list[psutil.Process]:
 
 
 def wait_for_steps(output: RunFolder, number: int) -> None:
-    deadline = time.monotonic() + LIMIT
-    while not (output.metrics.exists() and output.metrics.read_text().count("\n") > number):
-        assert time.monotonic() < deadline, "training didn't start"
-        time.sleep(0.05)
+    file = output.metrics
+    wait_until(lambda: file.exists() and file.read_text().count("\n") > number, "training didn't start")
 
 
 @pytest.mark.more
@@ -311,7 +325,7 @@ def test_a_run_that_is_killed_while_it_starts_can_be_resumed(config: Path, outpu
     resumed = train(2, config, *settings, "--sample.prompt=null")
     assert resumed.returncode == 0, resumed.stderr
     assert f"took over {output.path} from process {killed.pid}" in resumed.stdout
-    assert [step["step"] for step in read_metrics(output)[0]] == [1, 2]
+    assert numbers_of(output) == [1, 2]
 
 
 @pytest.mark.grid
@@ -325,7 +339,7 @@ def test_a_full_disk_does_not_end_the_training(config: Path, output: RunFolder) 
     assert last.endswith("Make room, and type the same command with --checkpoint.resume=latest")
     for what in ("metrics.jsonl can't be written", "model-step-30 can't be written", "step 40 was not saved"):
         assert what in result.stdout
-    steps = [step["step"] for step in read_metrics(output)[0]]
+    steps = numbers_of(output)
     assert steps == list(range(1, len(steps) + 1))
     assert not list(output.path.glob("model*"))
 
@@ -356,7 +370,7 @@ def test_a_small_and_full_shared_memory_does_not_matter(config: Path, output: Ru
     if ended.stderr == "no namespace\n":
         pytest.skip("needs mount namespaces")
     assert ended.returncode == 0, ended.stderr
-    assert [step["step"] for step in read_metrics(output)[0]] == [1, 2]
+    assert numbers_of(output) == [1, 2]
 
 
 @pytest.mark.more
@@ -372,10 +386,7 @@ def test_a_run_that_is_killed_in_an_export_leaves_no_half_of_it(config: Path, ou
 
 
 def wait_for_status(processes: list[psutil.Process], *wanted: str) -> None:
-    deadline = time.monotonic() + SOON
-    while not all(each.status() in wanted for each in processes):
-        assert time.monotonic() < deadline, [each.status() for each in processes]
-        time.sleep(0.05)
+    wait_until(lambda: all(each.status() in wanted for each in processes), f"not all are {wanted}", SOON)
 
 
 @pytest.mark.more
@@ -424,14 +435,15 @@ def test_a_run_that_is_stopped_leaves_nothing_behind(config: Path, output: RunFo
 
 def helper(parent: psutil.Process, name: str) -> psutil.Process:
     """Returns the watcher that a rank has started, or the hub of a launcher, once it is there."""
-    deadline = time.monotonic() + SOON
-    while True:
+
+    def find() -> psutil.Process | None:
         for child in parent.children():
             with suppress(psutil.Error):
                 if child.cmdline()[-1:] == [f"slipstream.watchdog.{name}"]:
                     return child
-        assert time.monotonic() < deadline, f"there is no {name}"
-        time.sleep(0.05)
+        return None
+
+    return wait_until(find, f"there is no {name}", SOON)
 
 
 @pytest.mark.more
@@ -489,11 +501,8 @@ def signal_all(launcher: ForkedProgram, number: int) -> None:
 
 
 def wait_for_save(output: RunFolder, after: int) -> int:
-    deadline = time.monotonic() + LIMIT
-    while not (steps := [step for step in CheckpointFolder(output.checkpoints).steps() if step > after]):
-        assert time.monotonic() < deadline, "nothing was saved"
-        time.sleep(0.05)
-    return steps[0]
+    folder = CheckpointFolder(output.checkpoints)
+    return wait_until(lambda: [step for step in folder.steps() if step > after], "nothing was saved")[0]
 
 
 @pytest.mark.grid
@@ -521,7 +530,7 @@ def test_a_run_all_of_whose_processes_were_stopped_changes_nothing_once_it_has_l
         assert second.returncode == 75, errors
         assert f"took over {output.path} from process {first.pid}" in said
     last = CheckpointFolder(output.checkpoints).steps()[0]
-    assert [step["step"] for step in read_metrics(output)[0]] == list(range(1, last + 1))
+    assert numbers_of(output) == list(range(1, last + 1))
     alone = RunFolder(config.parent / "alone")
     undisturbed = train(2, config, *settings, f"--training.steps={last}", f"--training.output={alone.path}")
     assert undisturbed.returncode == 0, undisturbed.stderr
@@ -583,7 +592,7 @@ def test_a_run_goes_on_whose_output_nobody_reads(config: Path, output: RunFolder
             path.touch()  # for what reads it when the run has ended
         process.communicate()
         assert process.returncode == 0
-    assert [step["step"] for step in read_metrics(output)[0]] == [1, 2, 3]
+    assert numbers_of(output) == [1, 2, 3]
     said = output.log.read_text()
     assert f"exported to {output.model}" in said
     assert "the exported model continues" in said
@@ -650,7 +659,7 @@ def test_a_run_that_is_asked_to_stop_saves_its_step(config: Path, output: RunFol
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=SOON)
     assert process.returncode == 75
-    step = read_metrics(output)[0][-1]["step"]
+    step = numbers_of(output)[-1]
     folder = output.checkpoints / f"step-{step:08}"
     assert errors.strip().splitlines()[-1] == (
         f"SIGTERM ended the run after step {step}; it is saved in {folder}: go on from there with "
@@ -668,8 +677,7 @@ def test_a_run_is_started_again_after_a_crash(config: Path, output: RunFolder) -
     assert ended.returncode == 0, ended.stderr
     assert "was ended by SIGKILL; the other ranks were stopped\nrestart 1 of 1 in 1 s, from the last" in ended.stdout
     assert re.search(r"resumed after step (5|10)\b", ended.stdout)  # it may not have been complete before the crash
-    lines = [json.loads(line) for line in output.metrics.read_text().splitlines()]
-    saves = {line["step"]: line for line in lines if "save_seconds" in line}
+    saves = {line["step"]: line for line in metrics_of(output.path) if "save_seconds" in line}
     assert [*saves][-4:] == [15, 20, 25, 30]
     assert all(save["save_seconds"] > 0 and save["checkpoint_bytes"] > 2**18 for save in saves.values())
-    assert [step["step"] for step in read_metrics(output)[0]] == list(range(1, 31))
+    assert numbers_of(output) == list(range(1, 31))
