@@ -137,6 +137,10 @@ class Seq1F1BCosts(MeasuredCosts):
         host = sum(number * self._host_seconds(part, op) for number, part in self.model.counted(layers))
         return super().seconds(layers, op, length, context) + host
 
+    def _wide_bytes(self, part: PartCount, wide: float) -> float:
+        """Returns a rank's share: Megatron gathers the inputs of products again in the backward."""
+        return wide / self._token_parts
+
     def context_bytes(self, layers: Stage, length: int) -> float:
         """Returns the keys and values of all slices in one tensor; each slice's own are among its activations."""
         return super().context_bytes(layers, length) if self.num_slices > 1 else 0.0

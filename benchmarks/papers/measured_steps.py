@@ -48,6 +48,8 @@ from slipstream.planner.search.bounds import PlacedPartition
 from slipstream.planner.search.plan_options import PlanOptions
 from slipstream.planner.search.plan_space import sequence_seconds
 from slipstream.planner.search.simulated_configuration import SimulatedConfiguration
+from slipstream.schedule import Op
+from slipstream.simulator.memory_account import OrderBytes
 
 CLUSTERS = {
     "A100-80GB": "a100-selene",
@@ -430,8 +432,11 @@ def allocated_peaks() -> list[dict[str, Any]]:
     for each in few(read("seq1f1b_peaks"), 4):
         row, number, stage = table[each["id"]], each["id"], int(each["stage"])
         if number not in peaks:
-            account = row.candidate(1.0).bytes
+            candidate = row.candidate(1.0)
+            account = with_keys_by_slice(candidate.bytes, candidate.times.slices)
             buffers = np.bincount(account.arrays.schedule.placement, account.made[0])
+            if row.number("tp") > 1:  # one for the inputs that ranks gather
+                buffers += 2 * max(candidate.times.slices) * row.number("hidden")
             without = replace(account, made=np.zeros_like(account.made), first=np.full_like(account.first, np.nan))
             peaks[number] = without.rank_peaks() + buffers
         counted = peaks[number][stage] - MOMENT_BYTES / row.replicas * int(each["parameters"])
@@ -444,6 +449,31 @@ def allocated_peaks() -> list[dict[str, Any]]:
         }
         found.append(about | {"stage": stage, "measured": measured, "bytes": counted, "error": counted / measured - 1})
     return found
+
+
+def with_keys_by_slice(account: OrderBytes, slices: Sequence[int]) -> OrderBytes:
+    """Returns the account with keys and values as Seq1F1B's code holds them.
+
+    A slice but the first joins its own to those before in a new tensor, of which the whole stays until the last
+    backward. A backward makes the gradients of all keys that it reads, in place of those of the backward before. And
+    the variable that has the output of the last forward before the first backward is never set again: it keeps what
+    belongs to its microbatch until the step ends.
+    """
+    arrays = account.arrays
+    is_forward, is_backward = arrays.is_one_of(Op.F), arrays.is_one_of(Op.B)
+    read = np.cumsum(slices) / sum(slices)  # the share of the keys that a slice reads
+    joined = np.diff(np.append(0.0, read[1:]), prepend=0.0)
+    made = np.diff(read[::-1], prepend=0.0)[::-1]
+    forwards = arrays.schedule.num_ranks - arrays.rank + len(slices) - 2  # before a rank's first backward
+    kept = arrays.microbatch == (forwards - 1) // len(slices)
+    freed = (is_backward & (arrays.slice == 0) & ~kept) * (1 + read[0])
+    changes = is_forward * joined[arrays.slice] + is_backward * made[arrays.slice] - freed
+    # The account has the keys of a microbatch from its first forward, and their gradients from its first backward.
+    began = is_forward & (arrays.slice == 0) | is_backward & (arrays.slice == len(slices) - 1)
+    peaks = account.peaks + account.context * (is_forward * joined[arrays.slice] - began)
+    nothing = np.zeros_like(account.context)
+    leaves = account.leaves + account.context * changes
+    return replace(account, leaves=leaves, peaks=peaks, context=nothing, context_gradients=nothing)
 
 
 def reasons(found: Sequence[Mapping[str, Any]]) -> dict[str, int]:
