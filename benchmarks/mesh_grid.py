@@ -45,6 +45,7 @@ SEQUENCES, LENGTHS = (1, 2, 4, 8, 16), (512, 1024, 2048, 4096)
 PIPELINE, REPLICAS, DDP = "pipeline", "two replicas", "DDP"
 RANKS = {PIPELINE: 2, REPLICAS: 1}  # of the pipeline
 GOAL = 0.98
+MEMORY = 7e9  # bytes of a rank, as a run knows it: the processes of the other contenders are there too
 STEPS = 3  # of a turn, of which the first doesn't count: it pays for page faults and for what others left in caches
 
 
@@ -80,7 +81,7 @@ class Planned:
             schedule="auto",
             slices="auto",
             num_microbatches=rows,
-            seq_len=ExpectedBatch(length),
+            seq_len=ExpectedBatch(length, device_memory=MEMORY),
             mesh=make_mesh(pp=2 // replicas, dp=replicas),
             runtime=Runtime(self_check=False),
         )
