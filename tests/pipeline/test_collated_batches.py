@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections import UserDict
-from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
@@ -28,10 +27,8 @@ from support.architectures import (
     tokens,
 )
 from support.examples import examples
-from support.forked import launch, selected_cases
-from support.paths import WORKERS
 from support.pipelines import make_pipe
-from support.ragged_batches import MODELS, ORDERS, batch_of
+from support.ragged_batches import MODELS, ORDERS, batch_of, together
 
 TOKENIZER = PreTrainedTokenizerFast(
     tokenizer_object=Tokenizer(WordLevel({str(number): number for number in range(VOCABULARY)}, unk_token="0")),
@@ -46,20 +43,12 @@ def collated(lengths: list[int], seed: int = 0) -> Any:
     return DataCollatorForSeq2Seq(TOKENIZER, return_tensors="pt")(features)
 
 
-def unsplit(name: str, batch: Any) -> tuple[float, dict[str, Tensor]]:
-    whole = copy.deepcopy(MODELS[name])
-    with no_rounding_inside():
-        loss = whole(**batch, use_cache=False).loss
-        loss.backward()
-    return float(loss.detach()), gradients(whole)
-
-
 def check(name: str, batch: Any, **options: Any) -> None:
     pipe = make_pipe(copy.deepcopy(MODELS[name]), **{"num_ranks": 2, **options})
-    loss, expected = unsplit(name, batch)
     with no_rounding_inside():
-        assert float(pipe.evaluate(batch)) == pytest.approx(loss, rel=BOUND)
-        assert float(pipe.step(batch)) == pytest.approx(loss, rel=BOUND)
+        loss, expected = together(copy.deepcopy(MODELS[name]), batch)
+        assert float(pipe.evaluate(batch)) == pytest.approx(float(loss), rel=BOUND)
+        assert float(pipe.step(batch)) == pytest.approx(float(loss), rel=BOUND)
     assert gradient_error(expected, gradients(pipe)) < BOUND
 
 
@@ -79,19 +68,6 @@ def test_padded_batches_are_those_of_the_unsplit_model(data: st.DataObject) -> N
         slices=data.draw(st.integers(1, 6)),
         recompute=data.draw(st.sampled_from(["none", "full", "selective"])),
     )
-
-
-@pytest.fixture(scope="module")
-def ranks(request: pytest.FixtureRequest) -> CompletedProcess[str]:
-    """Two processes that run all cases."""
-    return launch(2, WORKERS / "pipeline/collated_batches.py", *selected_cases(request))
-
-
-@pytest.mark.parametrize(
-    "case", ["a_replica_without_padding", "positions_beside_another_replicas_padding", "a_batch_that_a_replica_refuses"]
-)
-def test_replicas_agree_on_padding(ranks: CompletedProcess[str], case: str) -> None:
-    assert f"passed {case}\n" in ranks.stdout, ranks.stderr[-3000:]
 
 
 def test_rows_without_padding_run_in_the_slices_that_are_given() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from slipstream import Pipeline, Runtime
+from slipstream import Memory, Pipeline, Runtime
 from slipstream.errors import SlipstreamError
 from slipstream.keyed_draws import keyed_seed
 from slipstream.model.causal_lm_stage import _drawn
@@ -73,8 +73,6 @@ def test_a_step_is_that_of_the_unsplit_model_with_the_noise(order: dict[str, Any
 
 
 def test_recomputation_has_the_same_noise() -> None:
-    from slipstream import Memory
-
     with no_rounding_inside():
         plain, recomputed = noisy(), noisy(memory=Memory(recompute="full"), slices=[50, 30])
         assert float(plain.step(TOKENS, TOKENS)) == pytest.approx(float(recomputed.step(TOKENS, TOKENS)), rel=BOUND)

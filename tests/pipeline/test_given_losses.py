@@ -26,12 +26,16 @@ from support.architectures import (
     tokens,
     unsplit_step,
 )
-from support.options import grouped
 from support.parameters import first_of
 from support.pipelines import make_pipe
+from support.refusals import refused
 
 WEIGHTS = 10 ** torch.linspace(-2, 1, VOCABULARY, dtype=torch.float64)
 COUNTS_FLOATS = "loss_fn's second values add up to"
+INPUTS = tokens(3)
+LABELS = labels_of(INPUTS)
+VALID = LABELS[:, 1:][LABELS[:, 1:] != -100]
+DIVISOR = float(WEIGHTS[VALID].sum())
 
 
 def weighted(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -40,10 +44,12 @@ def weighted(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return total, WEIGHTS[targets[targets != -100]].sum()
 
 
-def unsplit(inputs: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    model = build(ARCHITECTURES["llama, tied"])
-    logits = model(inputs).logits[:, :-1]
-    loss = functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), WEIGHTS)
+def unsplit(name: str, has_weights: bool) -> tuple[Tensor, dict[str, Tensor]]:
+    model = build(ARCHITECTURES[name])
+    if not has_weights:
+        return unsplit_step(model, INPUTS, LABELS), gradients(model)
+    logits = model(INPUTS).logits[:, :-1]
+    loss = functional.cross_entropy(logits.flatten(0, 1), LABELS[:, 1:].flatten(), WEIGHTS)
     loss.backward()
     return loss.detach(), gradients(model)
 
@@ -59,53 +65,75 @@ def unsplit(inputs: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     ),
 )
 def test_weights_of_classes(options: dict[str, Any]) -> None:
-    inputs = tokens(3)
-    labels = labels_of(inputs)
     pipe = make_pipe(build(ARCHITECTURES["llama, tied"]), num_ranks=2, loss_fn=weighted, **options)
     with no_rounding_inside():  # gradients are divided after the model's own backward, and not before
-        loss, expected = unsplit(inputs, labels)
-        assert abs(pipe.evaluate(inputs, labels) - loss) < BOUND
-        assert abs(pipe.step(inputs, labels, loss_scale=2.0**8) - loss) < BOUND
+        loss, expected = unsplit("llama, tied", has_weights=True)
+        assert abs(pipe.evaluate(INPUTS, LABELS) - loss) < BOUND
+        assert abs(pipe.step(INPUTS, LABELS, loss_scale=2.0**8) - loss) < BOUND
         assert gradient_error(expected, gradients(pipe)) < BOUND
-        pipe.step(inputs, labels)
+        pipe.step(INPUTS, LABELS)
     twice = {name: 2 * gradient for name, gradient in expected.items()}
     assert gradient_error(twice, gradients(pipe)) < BOUND
 
 
-def test_accumulated_steps_with_weights() -> None:
-    inputs = tokens(3)
-    labels = labels_of(inputs)
-    loss, expected = unsplit(inputs, labels)
-    shifted = labels[:, 1:]
-    divisor = float(WEIGHTS[shifted[shifted != -100]].sum())
-    made = grouped(self_check=False, slices=3)
-    pipe = Pipeline(build(ARCHITECTURES["llama, tied"]), num_ranks=2, loss_fn=weighted, **made)
-    losses = [pipe.step(inputs[part], labels[part], num_targets=divisor) for part in ([0], [1, 2])]
+# --- accumulated steps ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    first_of(
+        [
+            ("llama, tied", {"loss_fn": weighted, "slices": 3}),
+            ("llama, tied", {"schedule": "zb-h1", "slices": [30, 20, 14], "loss_scale": 2.0**10}),
+            ("llama", {"vocabulary": "spread", "slices": 3}),
+            ("gpt2", {"schedule": "gpipe", "slices": 2}),
+        ],
+        3,
+    ),
+)
+def test_steps_of_unequal_labels_add_up_to_one_batch(name: str, options: dict[str, Any]) -> None:
+    loss, expected = unsplit(name, "loss_fn" in options)
+    more = {
+        "loss_scale": options.get("loss_scale", 1.0),
+        "num_targets": DIVISOR if "loss_fn" in options else len(VALID),
+    }
+    options = {key: value for key, value in options.items() if key != "loss_scale"}
+    pipe = make_pipe(build(ARCHITECTURES[name]), num_ranks=2, **options)
+    losses = [pipe.step(INPUTS[part], LABELS[part], **more) for part in ([0], [1, 2])]
     assert abs(sum(losses) - loss) < BOUND
     assert gradient_error(expected, gradients(pipe)) < BOUND
-    with pytest.raises(SlipstreamError, match=r"num_targets=\d+ with a loss_fn that says its own divisor"):
-        pipe.step(inputs, labels, num_targets=shifted.numel())
-    with pytest.raises(SlipstreamError, match=rf"num_targets=0.5, but {COUNTS_FLOATS} .* in this batch alone"):
-        pipe.step(inputs, labels, num_targets=0.5)
 
 
-def test_batches_in_which_nothing_counts_add_nothing_to_accumulated_gradients() -> None:
+@pytest.mark.parametrize("options", [{}, {"vocabulary": "spread"}], ids=str)
+def test_batches_in_which_nothing_counts_add_nothing_to_accumulated_gradients(options: dict[str, Any]) -> None:
     """As in a training of transformers; without `num_targets` they are refused."""
-    inputs = tokens(3)
-    labels = labels_of(inputs)
-    num_targets, nothing = int((labels[:, 1:] != -100).sum()), torch.full_like(labels, -100)
-    for options in ({"slices": 3}, {"slices": 3, "vocabulary": "spread"}):
-        pipe = make_pipe(build(ARCHITECTURES["llama"]), num_ranks=2, **options)
-        loss = pipe.step(inputs, labels, num_targets=num_targets)
-        expected = gradients(pipe)
-        assert pipe.step(inputs, nothing, num_targets=num_targets) == 0
-        assert pipe.evaluate(inputs, nothing, num_targets=num_targets) == 0
-        assert gradient_error(expected, gradients(pipe)) == 0
-        assert loss > 0
-        with pytest.raises(SlipstreamError, match="no label of this batch counts"):
-            pipe.step(inputs, nothing)
-        with pytest.raises(SlipstreamError, match="num_targets=0: give the number of all batches' labels"):
-            pipe.step(inputs, nothing, num_targets=0)
+    pipe = make_pipe(build(ARCHITECTURES["llama"]), num_ranks=2, slices=3, **options)
+    assert pipe.step(INPUTS, LABELS, num_targets=len(VALID)) == pipe.step(INPUTS, LABELS) > 0
+    expected, nothing = gradients(pipe), torch.full_like(LABELS, -100)
+    assert pipe.step(INPUTS, nothing, num_targets=len(VALID)) == 0
+    assert pipe.evaluate(INPUTS, nothing, num_targets=len(VALID)) == 0
+    with refused("no label of this batch counts"):
+        pipe.step(INPUTS, nothing)
+    assert gradient_error(expected, gradients(pipe)) == 0
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "num_targets", "words"),
+    [
+        (None, 0, "num_targets=0: give the number of all batches' labels"),
+        (None, 10, "num_targets=10, but 189 targets of this batch alone count"),
+        (weighted, 189, "num_targets=189 with a loss_fn that says its own divisor"),
+        (weighted, 0.5, f"num_targets=0.5, but {COUNTS_FLOATS} .. in this batch alone"),
+        (SequenceLoss(lambda found: -found), 200, "num_targets with a SequenceLoss, .. leave it out"),
+    ],
+)
+def test_numbers_of_targets_that_cannot_be(loss_fn: Any, num_targets: float, words: str) -> None:
+    pipe = make_pipe(build(ARCHITECTURES["llama"]), slices=2, loss_fn=loss_fn)
+    with refused(words):
+        pipe.step(INPUTS, INPUTS, num_targets=num_targets)
+
+
+# --- what is no loss function -----------------------------------------------------------------------------------------
 
 
 def rows() -> tuple[Tensor, Tensor]:
@@ -240,12 +268,10 @@ def test_losses_that_look_at_neighbouring_tokens() -> None:
         steps = (outputs[:, 1:] - outputs[:, :-1]).square().sum()
         return weighted(outputs, targets)[0] + steps, (targets != -100).sum()
 
-    inputs = tokens()
-    options = grouped(self_check=False)
-    whole = Pipeline(build(ARCHITECTURES["llama"]), slices=1, loss_fn=smooth, **options)
-    assert whole.step(inputs, inputs) > 0
-    with pytest.raises(SlipstreamError, match=r"the sum that loss_fn returns is .* must be a sum over tokens"):
-        Pipeline(build(ARCHITECTURES["llama"]), slices=2, loss_fn=smooth, **options).step(inputs, inputs)
+    whole, sliced = (make_pipe(build(ARCHITECTURES["llama"]), slices=slices, loss_fn=smooth) for slices in (1, 2))
+    assert whole.step(INPUTS, INPUTS) > 0
+    with refused("the sum that loss_fn returns is .. must be a sum over tokens"):
+        sliced.step(INPUTS, INPUTS)
 
 
 def test_counts_that_become_divisors() -> None:
@@ -259,9 +285,8 @@ def test_counts_that_become_divisors() -> None:
 
 
 def test_routers_beside_a_divisor() -> None:
-    options = grouped(self_check=False, router_loss="per_layer")
-    pipe = Pipeline(build(ARCHITECTURES["mixtral"]), slices=2, loss_fn=weighted, **options)
-    with pytest.raises(SlipstreamError, match="router_loss with a loss_fn that says its own divisor"):
+    pipe = make_pipe(build(ARCHITECTURES["mixtral"]), slices=2, loss_fn=weighted, router_loss="per_layer")
+    with refused("router_loss with a loss_fn that says its own divisor"):
         pipe.step(tokens(), tokens())
 
 
@@ -298,43 +323,3 @@ def test_a_configuration_may_name_its_dtype(dtype: str | torch.dtype) -> None:
     config.dtype = dtype
     pipe = make_pipe(build(config), slices=2, loss_fn=causal_cross_entropy)
     pipe.step(tokens(), tokens())
-
-
-INPUTS = tokens(3)
-LABELS = labels_of(INPUTS)
-NUM_TARGETS = int((LABELS[:, 1:] != -100).sum())
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    first_of(
-        [
-            ("llama, tied", {"schedule": "zb-h1", "slices": [30, 20, 14], "loss_scale": 2.0**10}),
-            ("llama", {"vocabulary": "spread", "slices": 3}),
-            ("gpt2", {"schedule": "gpipe", "slices": 2}),
-        ],
-        2,
-    ),
-)
-def test_steps_of_unequal_labels_add_up_to_one_batch(name: str, options: dict[str, object]) -> None:
-    model = build(ARCHITECTURES[name])
-    expected = unsplit_step(model, INPUTS, LABELS)
-    reference = gradients(model)
-    scale = {"loss_scale": options.pop("loss_scale", 1.0)}
-    pipe = make_pipe(build(ARCHITECTURES[name]), num_ranks=2, **options)
-    losses = [pipe.step(INPUTS[part], LABELS[part], num_targets=NUM_TARGETS, **scale) for part in ([0], [1, 2])]
-    assert abs(sum(losses) - expected) < BOUND
-    assert gradient_error(gradients(pipe), reference) < BOUND
-
-
-def test_numbers_that_are_too_small_and_losses_without_targets() -> None:
-    model = build(ARCHITECTURES["llama"])
-    pipe = make_pipe(model, num_ranks=2, slices=2)
-    with pytest.raises(SlipstreamError, match=r"num_targets=10, but 189 targets of this batch alone count"):
-        pipe.step(INPUTS, INPUTS, num_targets=10)
-    assert pipe.step(INPUTS, INPUTS, num_targets=189) == pipe.step(INPUTS, INPUTS)
-    loss = SequenceLoss(lambda log_probabilities: -log_probabilities)
-    sequences = make_pipe(build(ARCHITECTURES["llama"]), slices=2, loss_fn=loss)
-    with pytest.raises(SlipstreamError, match=r"num_targets with a SequenceLoss, .* leave it out"):
-        sequences.step(INPUTS, INPUTS, num_targets=200)
-    assert all(torch.isfinite(each.grad).all() for each in pipe.parameters() if each.grad is not None)

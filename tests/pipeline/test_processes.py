@@ -1,79 +1,145 @@
-"""A Pipeline over real processes trains as the unsplit model, and reports messages that differ or never come."""
+"""Pipelines over real processes train as one process does, and ranks are told what the others do that differs.
+
+What a case promises stands where it is written, in a program of tests/workers/pipeline.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
 
 import pytest
 
+from support.examples import examples
 from support.forked import launch
 from support.parameters import first_of
 from support.paths import WORKERS
 
-WORKER = WORKERS / "pipeline/processes.py"
+PROGRAM, GROUP = WORKERS / "pipeline/processes.py", WORKERS / "pipeline/group.py"
+Runs = Callable[[str, int], CompletedProcess[str]]
+ROPES = ("llama, dynamic rope", "phi3, longrope")
 
 
-@pytest.mark.parametrize(
-    ("name", "num_processes", "schedule", "stages_per_rank"),
-    first_of(
+def rows(
+    program: str, num_processes: int, first: Sequence[str] = (), more: Sequence[str] = (), grid: Sequence[str] = ()
+) -> list[Any]:
+    """A row for each case of a program; `make test` runs the first ones, `make test-more` those of `more`."""
+    marks: list[tuple[Sequence[str], list[Any]]] = [(first, []), (more, [pytest.mark.more]), (grid, [pytest.mark.grid])]
+    return [
+        pytest.param(program, num_processes, case, marks=mark, id=f"{program} {num_processes}-{case}")
+        for names, mark in marks
+        for case in names
+    ]
+
+
+CASES = [
+    *rows(
+        "processes",
+        2,
+        ["exact, halves", "timeline", "mismatch", "other calls, pp", "buffers", "channels", "mesh"],
         [
-            ("llama, tied", 3, "zb-h1", 1),
-            ("qwen3", 2, "interleaved-1f1b", 2),
-            ("llama, tied", 2, "zb-v", 2),
-            ("llama", 2, "1f1b", 1),
-            ("gpt2", 4, "gpipe", 1),
-        ]
+            *("exact, interleaved", "exact, zb-v", "exact, 1f1b", "exact, selective, offloaded", "exact, recomputed"),
+            *("ragged, llama, tied", "auto"),
+            *("other calls, dp", "other calls, tp", "other calls, pp, within a limit"),
+        ],
+        ["ragged, gpt2"],
     ),
-)
-def test_processes_train_as_the_unsplit_model(
-    name: str, num_processes: int, schedule: str, stages_per_rank: int
-) -> None:
-    ended = launch(num_processes, WORKER, "exact", name, schedule, str(stages_per_rank))
-    assert ended.returncode == 0, ended.stderr[-3000:]
+    *rows("processes", 3, ["exact, zb-h1"]),
+    *rows("processes", 4, more=["exact, gpipe"]),
+    *rows(
+        "staged",
+        2,
+        ["exact, zb-v, selective, offloaded"],
+        ["ragged, llama, tied", "buffers", "exact, gpt2"],
+    ),
+    *rows(
+        "adapters",
+        2,
+        more=[f"{how}, {part} layers" for how in ("stages", "replicas", "sharded") for part in ("all", "upper")],
+    ),
+    *rows(
+        "collated_batches",
+        2,
+        ["a_replica_without_padding", "positions_beside_another_replicas_padding", "a_batch_that_a_replica_refuses"],
+    ),
+    *rows(
+        "length_dependent_rope",
+        2,
+        [f"rows, {ROPES[0]}", f"padded, {ROPES[1]}"],
+        [
+            *(f"{case}, {ROPES[0]}" for case in ("lists", "document lists")),
+            *(f"{case}, {ROPES[1]}" for case in ("documents", "documents and positions")),
+        ],
+        [
+            *(f"{case}, {ROPES[1]}" for case in ("rows", "lists", "document lists")),
+            *(f"{case}, {ROPES[0]}" for case in ("padded", "documents", "documents and positions")),
+        ],
+    ),
+    *rows("loop_checkpoints", 2, ["other_meshes", "refusals", "buffers"]),
+    *rows("spread_vocabulary", 2, ["1f1b, llama, tied"], ["1f1b, llama", "zb-v, llama"], ["zb-v, gemma3"]),
+    *rows("spread_vocabulary", 3, more=["zb-h1, llama"], grid=["zb-h1, gpt2"]),
+    *rows("spread_vocabulary", 4, more=["replicas, llama"], grid=["replicas, llama, tied"]),
+    *rows(
+        "ragged_meshes",
+        2,
+        ["stages", "ranks_that_plan_differently"],
+        ["lone_replicas", "a_batch_that_one_replica_refuses"],
+    ),
+    *rows("ragged_meshes", 4, more=["replicas", "tensor_ranks", "preferences"]),
+    *rows("token_outputs", 2, more=["stages_and_replicas", "tensor_ranks"]),
+    *rows(
+        "sequence_processes",
+        2,
+        ["split, zb-v", "slices, mixed, interleaved-1f1b", "frozen", "mismatch"],
+        ["sliced_bytes", "sparse, whole", "sparse, shards"],
+        ["split, 1f1b", "slices, transformer, 1f1b"],
+    ),
+    *rows(
+        "sequence_processes",
+        3,
+        ["buffers"],
+        ["straight", "split, interleaved-1f1b", "split, gpipe", "slices, transformer, zb-v"],
+        ["split, zb-h1", "slices, mixed, zb-h1"],
+    ),
+    *rows("sequence_processes", 4, ["sliced_replicas", "norms of all", "weighted"], ["norms of own"]),
+]
 
 
-@pytest.mark.parametrize(("recompute", "offload"), first_of([("selective", "0.7"), ("full", "0")], 0))
-def test_processes_recompute_and_offload(recompute: str, offload: str) -> None:
-    ended = launch(2, WORKER, "exact", "llama, tied", "1f1b", "1", recompute, offload)
-    assert ended.returncode == 0, ended.stderr[-3000:]
+@pytest.fixture(scope="module")
+def runs(request: pytest.FixtureRequest, compiled_search: None) -> Runs:
+    """Runs the selected cases of all programs in one group of so many processes; the first case that fails ends it."""
+    chosen: defaultdict[tuple[bool, int], list[str]] = defaultdict(list)
+    for item in request.session.items:
+        if item.path == request.path and "case" in item.fixturenames:
+            given = item.callspec.params
+            chosen[given["program"] == "staged", given["num_processes"]].append(f"{given['program']}/{given['case']}")
+
+    @cache
+    def run(is_staged: bool, num_processes: int) -> CompletedProcess[str]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("SLIPSTREAM_TESTS_RANDOM_CASES", str(examples(40).max_examples))
+            return launch(num_processes, GROUP, *chosen[is_staged, num_processes])
+
+    return lambda program, num_processes: run(program == "staged", num_processes)
 
 
-def test_processes_share_layers_by_halves() -> None:
-    """Each has the halves of two layers that the other doesn't; only what a process owns is in its memory."""
-    ended = launch(2, WORKER, "exact", "llama, tied", "zb-v", "2", "none", "0", "0.5 1 1.5 1")
-    assert ended.returncode == 0, ended.stderr[-3000:]
+@pytest.mark.parametrize(("program", "num_processes", "case"), CASES)
+def test_processes_keep_what_is_promised(runs: Runs, program: str, num_processes: int, case: str) -> None:
+    ended = runs(program, num_processes)
+    assert f"passed {program}/{case}\n" in ended.stdout, ended.stdout[-3000:] + ended.stderr[-4000:]
 
 
-@pytest.mark.parametrize(
-    ("what", "name"),
-    [
-        *first_of([(what, "llama, tied") for what in ("lengths", "ragged", "replicas")]),
-        *first_of([(what, "gpt2") for what in ("lengths", "ragged", "replicas")], 0, "grid"),
-    ],
-)
-def test_processes_run_microbatches_that_differ(what: str, name: str) -> None:
-    """In rows and slices, and in length, also between replicas."""
-    ended = launch(2, WORKER, what, name)
-    assert ended.returncode == 0, ended.stderr[-3000:]
-
-
-def test_batches_of_different_shapes_are_found_out() -> None:
-    ended = launch(2, WORKER, "mismatch")
-    assert "rank 1 found the mismatch" in ended.stdout, ended.stderr[-3000:]
-    assert "rank 0 found the mismatch" in ended.stdout, ended.stderr[-3000:]
-
-
-@pytest.mark.parametrize("options", first_of([["pp"], ["dp"], ["tp"], ["pp", "1e9"]], 1), ids=" ".join)
-def test_ranks_in_different_calls_are_told_which(options: list[str], tmp_path: Path) -> None:
-    axis, *limit = options
-    ended = launch(2, WORKER, "other calls", axis, tmp_path, *limit)
-    assert all(f"rank {rank} found the other calls" in ended.stdout for rank in range(2)), ended.stderr[-3000:]
+# --- what ends ranks, or counts what a process has made ---------------------------------------------------------------
 
 
 @pytest.mark.more
 def test_ranks_that_call_other_pipelines_are_told_which() -> None:
-    ended = launch(2, WORKER, "other pipelines")
-    assert all(f"rank {rank} found the other pipeline" in ended.stdout for rank in range(2)), ended.stderr[-3000:]
+    ended = launch(2, PROGRAM, "other pipelines")
+    assert ended.returncode == 0, ended.stderr[-3000:]
 
 
 @pytest.mark.parametrize(
@@ -81,35 +147,17 @@ def test_ranks_that_call_other_pipelines_are_told_which() -> None:
 )
 def test_ranks_that_never_call_are_named_and_no_others(watched: str, absent: str, tmp_path: Path) -> None:
     """Rank 0 asks for the state and rank 1 saves, where they are there: they wait for the ones that have ended."""
-    ended = launch(3, WORKER, "never called", tmp_path, watched, *absent)
+    ended = launch(3, PROGRAM, "never called", tmp_path, watched, *absent)
     reported = [f"rank {rank} reported" in ended.stdout for rank in range(3)]
     assert reported == [str(rank) not in absent for rank in range(3)], ended.stderr[-3000:]
 
 
-def test_a_rank_that_waits_in_vain_reports() -> None:
-    ended = launch(2, WORKER, "absent")
+@pytest.mark.parametrize("what", first_of(["absent", "staged absent"]))
+def test_a_rank_that_waits_in_vain_reports(what: str) -> None:
+    ended = launch(2, PROGRAM, what)
     assert "rank 1 reported" in ended.stdout, ended.stderr[-3000:]
 
 
-@pytest.mark.usefixtures("compiled_search")
-@pytest.mark.parametrize("what", first_of(["buffers", "channels", "mesh", "auto"], 3))
-def test_two_processes(what: str) -> None:
-    ended = launch(2, WORKER, what)
-    assert ended.returncode == 0, ended.stderr[-3000:]
-
-
-@pytest.mark.parametrize(
-    "case",
-    first_of(
-        ["exact|llama, tied|zb-v|2|selective|0.7", "ragged|llama, tied", "buffers", "absent", "exact|gpt2|1f1b|1"], 1
-    ),
-)
-def test_messages_by_way_of_host_memory(case: str) -> None:
-    """As between ranks that share a GPU, here with memory of processors on both sides and copies that take a while."""
-    ended = launch(2, WORKER, *f"staged {case}".split("|"))
-    assert "rank 1 reported" in ended.stdout if case == "absent" else ended.returncode == 0, ended.stderr[-3000:]
-
-
 def test_a_copy_that_fails_ends_both_ranks() -> None:
-    ended = launch(2, WORKER, "staged failing", timeout=60)
+    ended = launch(2, PROGRAM, "staged failing", timeout=60)
     assert all(f"rank {rank} reported" in ended.stdout for rank in range(2)), ended.stderr[-3000:]

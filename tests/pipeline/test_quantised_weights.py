@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,8 +36,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
+@pytest.fixture(scope="module")
 def theirs(folder: Path) -> Any:
-    """The quantised model of transformers on a CPU, where bitsandbytes computes in bfloat16 unless it trains."""
+    """The quantised model of transformers on a CPU, where bitsandbytes computes in bfloat16 unless it trains. Tests
+    change copies."""
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, quantization_config=NF4, device_map={"": "cpu"}, attn_implementation="eager"
     )
@@ -59,16 +62,16 @@ def draw_adapter(named: Iterator[tuple[str, nn.Parameter]]) -> None:
 
 
 def adapted(model: Any) -> Any:
-    made = get_peft_model(model, lora(), autocast_adapter_dtype=False)
+    """A copy with an adapter."""
+    made = get_peft_model(copy.deepcopy(model), lora(), autocast_adapter_dtype=False)
     draw_adapter(made.named_parameters())
     return made
 
 
-def test_weights_and_products_are_those_of_bitsandbytes(folder: Path) -> None:
-    whole = theirs(folder)
+def test_weights_and_products_are_those_of_bitsandbytes(theirs: Any) -> None:
     for name, linear in build(ARCHITECTURES["llama"]).float().named_modules():
         if type(linear) is nn.Linear and name != "lm_head":
-            own, other = QuantisedLinear(linear), whole.get_submodule(name)
+            own, other = QuantisedLinear(linear), theirs.get_submodule(name)
             x = torch.randn(2, 5, linear.in_features)
             results = []
             for module in (own, other):
@@ -84,8 +87,10 @@ def test_weights_and_products_are_those_of_bitsandbytes(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("schedule", "options"), [("zb-h1", {}), ("1f1b", {"recompute": "full"}), ("zb-v", {"stages_per_rank": 2})]
 )
-def test_gradients_are_those_of_what_4_bits_stand_for(folder: Path, schedule: str, options: dict[str, Any]) -> None:
-    wide = adapted(theirs(folder).dequantize())
+def test_gradients_are_those_of_what_4_bits_stand_for(
+    folder: Path, theirs: Any, schedule: str, options: dict[str, Any]
+) -> None:
+    wide = adapted(copy.deepcopy(theirs).dequantize())
     for parameter in wide.parameters():  # rope's frequencies keep float32
         parameter.data = parameter.data.double()
     pipe = make(folder, "float64", schedule, **options)
@@ -93,11 +98,25 @@ def test_gradients_are_those_of_what_4_bits_stand_for(folder: Path, schedule: st
     assert pipe_error(pipe, whole_gradients(wide)[1]) < BOUND
 
 
-def test_gradients_are_those_of_transformers_and_peft_in_float32(folder: Path) -> None:
-    whole = adapted(theirs(folder))
+def test_gradients_and_what_is_saved_are_those_of_transformers_and_peft(
+    folder: Path, theirs: Any, tmp_path: Path
+) -> None:
+    """In float32; both ways to save it have the logits that were trained."""
+    whole = adapted(theirs)
     pipe = make(folder, "float32")
     draw_adapter(pipe.named_parameters())
     assert pipe_error(pipe, whole_gradients(whole)[1]) < 1e-4
+    pipe.save_pretrained(tmp_path / "adapter")
+    pipe.save_pretrained(tmp_path / "merged", merged=True)
+    with torch.no_grad():
+        expected = whole(input_ids=tokens()).logits
+        for found in (
+            PeftModel.from_pretrained(copy.deepcopy(theirs), tmp_path / "adapter"),
+            AutoModelForCausalLM.from_pretrained(tmp_path / "merged"),
+        ):
+            torch.testing.assert_close(found.train()(input_ids=tokens()).logits, expected, rtol=1e-4, atol=1e-4)
+        with whole.disable_adapter():
+            assert not torch.allclose(whole(input_ids=tokens()).logits, expected, atol=1e-2)
 
 
 def test_a_rank_reads_and_quantises_its_own_layers(folder: Path) -> None:
@@ -113,23 +132,6 @@ def test_a_rank_reads_and_quantises_its_own_layers(folder: Path) -> None:
     assert len(whole) == 4 * 7
     assert sorted(whole) == sorted(name for part in cut for name in part)
     assert all(torch.equal(whole[name], each) for part in cut for name, each in part.items())
-
-
-def test_what_is_saved_has_the_logits_that_were_trained(folder: Path, tmp_path: Path) -> None:
-    whole = adapted(theirs(folder))
-    pipe = make(folder, "float32")
-    draw_adapter(pipe.named_parameters())
-    pipe.save_pretrained(tmp_path / "adapter")
-    pipe.save_pretrained(tmp_path / "merged", merged=True)
-    with torch.no_grad():
-        expected = whole(input_ids=tokens()).logits
-        for found in (
-            PeftModel.from_pretrained(theirs(folder), tmp_path / "adapter"),
-            AutoModelForCausalLM.from_pretrained(tmp_path / "merged"),
-        ):
-            torch.testing.assert_close(found.train()(input_ids=tokens()).logits, expected, rtol=1e-4, atol=1e-4)
-        with whole.disable_adapter():
-            assert not torch.allclose(whole(input_ids=tokens()).logits, expected, atol=1e-2)
 
 
 def test_plans_count_4_bits_and_leave_those_of_weights_as_they_are() -> None:
@@ -170,9 +172,9 @@ def test_what_cannot_be_trained_beside_4_bits_is_refused(name: str, folder: Path
         Pipeline.from_pretrained(folder, **{"lora": lora(), "lora_base_precision": "nf4", **changes})
 
 
-def test_a_quantised_model_in_memory_is_refused(folder: Path) -> None:
+def test_a_quantised_model_in_memory_is_refused(theirs: Any) -> None:
     with pytest.raises(SlipstreamError, match=r"are quantised.*lora_base_precision"):
-        Pipeline(get_peft_model(theirs(folder), peft.LoraConfig(target_modules=["q_proj"])), num_ranks=2)
+        Pipeline(get_peft_model(copy.deepcopy(theirs), peft.LoraConfig(target_modules=["q_proj"])), num_ranks=2)
 
 
 def test_it_is_named_where_bitsandbytes_is_missing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

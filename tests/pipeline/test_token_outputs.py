@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
@@ -10,17 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from slipstream import Pipeline, SequenceLoss, SlipstreamError
 from support.architectures import ARCHITECTURES, BOUND, build, labels_of, no_rounding_inside, tokens
 from support.examples import examples
-from support.forked import launch, selected_cases
-from support.parameters import first_of
-from support.paths import WORKERS
 from support.pipelines import make_pipe
 from support.preferences import log_probabilities, preference, references
-from support.ragged_batches import MODELS, ORDERS, batch_of
+from support.ragged_batches import MODELS, ORDERS, batch_of, padded_batch
 
 
 def pipeline(name: str = "llama, tied", **options: Any) -> Pipeline:
@@ -78,11 +73,8 @@ def test_microbatches_of_their_own_rows_and_slices() -> None:
 
 
 def test_padded_rows_have_zeros_at_padding() -> None:
-    inputs, labels = batch_of([30, 12])
-    padded = pad_sequence(inputs, batch_first=True)
-    mask = pad_sequence([torch.ones_like(each) for each in inputs], batch_first=True)
-    targets = pad_sequence(labels, batch_first=True, padding_value=-100)
-    batch = {"input_ids": padded, "attention_mask": mask, "labels": targets}
+    batch = padded_batch(*batch_of([30, 12]))
+    padded, mask, targets = batch["input_ids"], batch["attention_mask"], batch["labels"]
     expected = [each * mask.view(2, 30, *[1] * (each.dim() - 2)) for each in unsplit("llama, tied", padded, targets)]
     pipe = pipeline()
     with no_rounding_inside():
@@ -140,14 +132,3 @@ def test_what_has_no_logits_is_refused() -> None:
     layers = Pipeline(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)), loss_fn=lambda *_: None)
     with pytest.raises(SlipstreamError, match=r"is for models of transformers.*evaluate"):
         layers.logits(tokens())
-
-
-@pytest.fixture(scope="module")
-def ranks(request: pytest.FixtureRequest) -> CompletedProcess[str]:
-    """Two processes that run all cases."""
-    return launch(2, WORKERS / "pipeline/token_outputs.py", *selected_cases(request))
-
-
-@pytest.mark.parametrize("case", first_of(["stages_and_replicas", "tensor_ranks"], 0))
-def test_ranks(ranks: CompletedProcess[str], case: str) -> None:
-    assert f"passed {case}\n" in ranks.stdout, ranks.stderr[-3000:]

@@ -33,6 +33,20 @@ def exact_pipe(
     return pipe
 
 
+def exact_until_planned(
+    pipe: Pipeline, inputs: Any, targets: Any, loss: Tensor, expected: dict[str, Tensor]
+) -> list[int]:
+    """Steps until all is planned, each of which has this loss and these gradients; returns the numbers of slices."""
+    counts = []
+    while pipe.is_tuning:
+        for parameter in pipe.parameters():
+            parameter.grad = None
+        assert abs(pipe.step(inputs, targets) - loss) < BOUND
+        assert gradient_error(expected, gradients(pipe)) < BOUND
+        counts.append(len(pipe.last_step.slices))
+    return counts
+
+
 def step_error(model: PreTrainedModel, inputs: Tensor, **settings: Any) -> float:
     """The largest relative error of a step's gradients; the losses of the step and of an evaluation are asserted."""
     whole, labels = copy.deepcopy(model), labels_of(inputs)

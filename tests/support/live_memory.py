@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from slipstream import Action, Op, Pipeline
+from slipstream.pipeline.batch import Batch
 from slipstream.pipeline.execution import StepState
 from support.observers import BeforeEach
 
@@ -65,3 +66,9 @@ def held_after_three_slices(pipe: Pipeline, inputs: Tensor) -> tuple[int, int, i
     with memory:
         pipe.step(inputs, inputs)
     return *found, memory.num_bytes
+
+
+def rehearsed_bytes(pipe: Pipeline, inputs: Tensor) -> float:
+    """The most bytes that a rank would hold in a step, as it is rehearsed before one runs."""
+    runtime = pipe._runtime
+    return max(runtime.memory_limit.peak_memory_of(runtime.rehearsed_step(Batch.of(pipe.device, inputs, inputs))).peaks)

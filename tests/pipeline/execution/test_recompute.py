@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from slipstream import Layers, Memory, Op, Pipeline, Runtime, SlipstreamError, gpipe, make_schedule, split_backwards
+from slipstream import Layers, Op, Pipeline, Runtime, SlipstreamError, gpipe, make_schedule, split_backwards
 from slipstream.attention import ContextStore
 from slipstream.model import causal_cross_entropy, storage_id
 from slipstream.model.autograd_memory import RecomputationError, RecomputePolicy, SavedTensors, SliceReplay
 from slipstream.profile.stage_bench import memory_meter, tensors_alive
-from slipstream.schedule import Schedule, add_communication, add_recompute
+from slipstream.schedule import Schedule
 from slipstream.simulator import memory_of
 from support.architectures import (
     ARCHITECTURES,
@@ -30,6 +30,7 @@ from support.architectures import (
     no_rounding_inside,
     tokens,
     unsplit_step,
+    with_dropout,
 )
 from support.live_memory import LiveMemory, held_after_three_slices
 from support.parameters import each_once, first_of
@@ -49,13 +50,6 @@ def step(model: nn.Module, recompute: str | int, **settings: object) -> tuple[Te
     loss = pipe.step(inputs, labels_of(inputs))
     assert any(span.action.op is Op.R for span in pipe.timeline().spans) == (recompute in WITH_ACTIONS)
     return loss, gradients(pipe)
-
-
-def assert_same_bits(found: tuple[Tensor, dict[str, Tensor]], expected: tuple[Tensor, dict[str, Tensor]]) -> None:
-    assert found[0] == expected[0]
-    assert found[1].keys() == expected[1].keys()
-    different = [name for name, gradient in expected[1].items() if not torch.equal(found[1][name], gradient)]
-    assert not different
 
 
 def test_a_layer_that_does_not_repeat_itself_is_named() -> None:
@@ -83,37 +77,37 @@ def test_gradients_are_those_of_the_unsplit_model(name: str) -> None:
             assert gradient_error(gradients(whole), found[1]) < BOUND
 
 
+def assert_same_bits(model: nn.Module, *kinds: str | int, **settings: object) -> dict[str, Tensor]:
+    """Compares with a step that recomputes nothing, whose gradients it returns."""
+    loss, expected = step(model, "none", **settings)
+    for recompute in kinds:
+        found_loss, found = step(model, recompute, **settings)
+        assert found_loss == loss
+        assert found.keys() == expected.keys()
+        assert [name for name, gradient in expected.items() if not torch.equal(found[name], gradient)] == []
+    return expected
+
+
 @pytest.mark.parametrize(
     ("name", "schedule", "num_stages"),
     [*first_of([("mixtral", "gpipe", 1)], 0), *first_of([("llama", "1f1b", 3)], 0, "grid")],
 )
 def test_nothing_changes_to_the_bit(name: str, schedule: str, num_stages: int) -> None:
     """In float32, whose rounding depends on the order of every sum."""
-    model = build(ARCHITECTURES[name]).float()
     settings = {"schedule": schedule, "num_ranks": num_stages, "partition": [1] * (num_stages - 1) + [5 - num_stages]}
-    expected = step(model, "none", **settings)
-    for recompute in KINDS:
-        assert_same_bits(step(model, recompute, **settings), expected)
+    assert_same_bits(build(ARCHITECTURES[name]).float(), *KINDS, **settings)
 
 
 def test_dropout_is_replayed() -> None:
-    config = copy.deepcopy(ARCHITECTURES["gpt2"])
-    config.resid_pdrop = config.attn_pdrop = config.embd_pdrop = 0.3
-    model = build(config)
-    expected = step(model, "none")
-    for recompute in ("selective", "stage+full"):
-        assert_same_bits(step(model, recompute), expected)
+    assert_same_bits(build(with_dropout("gpt2", 0.3)), "selective", "stage+full")
     random_state = torch.get_rng_state()  # the caller's: `step` seeds it and nothing else
     assert torch.equal(torch.manual_seed(7).get_state(), random_state)
 
 
 @pytest.mark.more
 def test_autocast_is_the_same() -> None:
-    model = build(ARCHITECTURES["llama"]).float()
     with torch.autocast("cpu", torch.bfloat16):
-        expected = step(model, "none")
-        for recompute in KINDS:
-            assert_same_bits(step(model, recompute), expected)
+        assert_same_bits(build(ARCHITECTURES["llama"]).float(), *KINDS)
 
 
 @pytest.mark.more
@@ -121,10 +115,8 @@ def test_frozen_parameters() -> None:
     model = build(ARCHITECTURES["llama"])
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("layers.3" in name or "layers.2" in name)
-    expected = step(model, "none", num_ranks=4)
-    assert all("layers.3" in name or "layers.2" in name for name in expected[1])
-    for recompute in KINDS:
-        assert_same_bits(step(model, recompute, num_ranks=4), expected)
+    trained = assert_same_bits(model, *KINDS, num_ranks=4)
+    assert all("layers.3" in name or "layers.2" in name for name in trained)
 
 
 def test_a_number_of_layers_runs_no_other_again() -> None:
@@ -196,8 +188,7 @@ def test_a_layer_reads_the_modes_that_surround_the_step() -> None:
 
     model = build(ARCHITECTURES["llama"])
     with Doubled():
-        expected = step(model, "none")
-        assert_same_bits(step(model, "full"), expected)
+        assert_same_bits(model, "full")
 
 
 def live_bytes(recompute: str | int) -> tuple[int, int]:
@@ -315,32 +306,6 @@ def test_backward_without_recomputation_is_named() -> None:
         output = hidden.exp().sum()
     with pytest.raises(RecomputationError, match="before what its forward dropped is recomputed"):
         output.backward()
-
-
-class TestRefusals:
-    @pytest.mark.parametrize("recompute", ["some", 0, True, 1.5])
-    def test_unknown_settings(self, recompute: Any) -> None:
-        with pytest.raises(SlipstreamError, match=rf"memory\.recompute={recompute!r}"):
-            Memory(recompute=recompute)
-
-    @pytest.mark.parametrize("recompute", [3, "segments"])
-    def test_what_a_stage_does_not_have(self, recompute: Any) -> None:
-        message = rf"memory\.recompute={recompute!r}: give 'none', 'selective', 'full', .* or .* 1 to 2 here"
-        with pytest.raises(SlipstreamError, match=message):
-            make_pipe(build(llama()), num_ranks=2, recompute=recompute)
-
-    def test_a_schedule_with_recomputation_of_nothing(self) -> None:
-        schedule = add_recompute(gpipe(2, 1, 4))
-        with pytest.raises(SlipstreamError, match=r"'gpipe' has 0R0\.\d, but memory.recompute='none'\. Say what"):
-            make_pipe(build(llama()), schedule, slices=4)
-        with pytest.raises(SlipstreamError, match=r"'gpipe' has 0R0\.\d, but memory.recompute='full'\. Say what"):
-            make_pipe(build(llama()), schedule, slices=4, recompute="full")
-
-    def test_a_lowered_schedule(self) -> None:
-        with pytest.raises(
-            SlipstreamError, match=r"recompute is set, but .* has its sends.* Leave memory\.recompute out"
-        ):
-            make_pipe(build(llama()), add_communication(gpipe(2, 1, 4)), recompute="stage")
 
 
 def test_a_schedule_may_bring_its_own_recomputation() -> None:

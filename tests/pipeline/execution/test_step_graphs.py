@@ -98,21 +98,47 @@ def zero_gradients(pipe: Pipeline) -> None:
         parameter.grad = None
 
 
-@named(["llama", "gpt2", "gemma2"], CUTS, 4)
-def test_replayed_steps_are_exact(name: str, cut: Mapping[str, Any], device: str) -> None:
+def assert_exact_step(pipe: Pipeline, whole: Any, inputs: Tensor, labels: Tensor) -> None:
+    whole.zero_grad(), zero_gradients(pipe)
+    with no_rounding_inside():
+        expected = unsplit_step(whole, inputs, labels)
+        assert abs(float(pipe.step(inputs, labels) / expected - 1)) < BOUND
+    assert gradient_error(whole, pipe) < BOUND
+
+
+def exact_pair(name: str, device: str, **cut: Any) -> tuple[Pipeline, Any]:
+    """A pipeline that records its steps, and the unsplit model."""
     model = build(ARCHITECTURES[name]).to(device)
     whole = copy.deepcopy(model)
+    return Pipeline(model, **grouped(device=device, **SETTINGS | cut)), whole
+
+
+@named(["llama", "gpt2", "gemma2"], CUTS, 4)
+def test_replayed_steps_are_exact(name: str, cut: Mapping[str, Any], device: str) -> None:
     with no_rounding_inside():
-        pipe = Pipeline(model, **grouped(device=device, **SETTINGS, **cut))
-        for number in range(4):
-            inputs, labels = batch(number, device)
-            whole.zero_grad(), zero_gradients(pipe)
-            expected = unsplit_step(whole, inputs, labels)
-            loss = pipe.step(inputs, labels)
-            assert abs(float(loss / expected - 1)) < BOUND
-            found = gradients(pipe)
-            assert gradient_error(gradients(whole), found) < BOUND
-            assert (num_recorded(pipe) > 0) == (number >= 2), refusal(pipe)
+        pipe, whole = exact_pair(name, device, **cut)
+    for number in range(4):
+        assert_exact_step(pipe, whole, *batch(number, device))
+        assert (num_recorded(pipe) > 0) == (number >= 2), refusal(pipe)
+
+
+def test_another_shape_runs_eagerly_until_it_repeats(device: str) -> None:
+    (pipe, whole), seen = exact_pair("llama", device, slices=3), []
+    for length in (64, 64, 64, 40, 64, 40, 40, 40):
+        inputs = batch(0, device)[0][:, :length]
+        assert_exact_step(pipe, whole, inputs, inputs)
+        seen.append(num_recorded(pipe) > 0)
+    assert seen == [False, False, True, False, False, False, False, True]
+
+
+def test_parameters_that_lie_elsewhere_are_noticed(device: str) -> None:
+    pipe, whole = exact_pair("llama", device)
+    for number in range(5):
+        if number == 3:
+            for parameter in (*pipe.parameters(), *whole.parameters()):
+                parameter.data = parameter.data * 1.1
+        assert_exact_step(pipe, whole, *batch(0, device))
+        assert (num_recorded(pipe) > 0) == (number == 2)
 
 
 def eager_and_recorded(config: PretrainedConfig, device: str, **options: Any) -> list[Pipeline]:
@@ -142,22 +168,16 @@ def test_replayed_steps_drop_what_eager_ones_drop(name: str, cut: Mapping[str, A
     assert all(abs(a / b - 1) > 1e-6 for a, b in pairwise(losses))
 
 
-def test_replayed_dropout_leaves_the_random_state_of_the_caller(device: str) -> None:
-    pipe, drawn, states = pipeline(with_dropout("gpt2", 0.1), device), batch(0, device), []
-    for _ in range(4):
-        pipe.step(*drawn)
-        states.append([torch.get_rng_state(), *(torch.cuda.get_rng_state() for _ in range(device == "cuda"))])
-    assert num_recorded(pipe), refusal(pipe)
-    assert all(torch.equal(a, b) for one, other in pairwise(states) for a, b in zip(one, other, strict=True))
-
-
-def test_evaluations_between_replayed_steps_drop_nothing(device: str) -> None:
-    pipe, drawn, losses = pipeline(with_dropout("gpt2", 0.1), device), batch(0, device), []
+def test_between_replayed_steps_evaluations_drop_nothing_and_the_callers_random_state_stays(device: str) -> None:
+    pipe, drawn, states, losses = pipeline(with_dropout("gpt2", 0.1), device), batch(0, device), [], []
     for _ in range(4):
         pipe.step(*drawn)
         losses.append(float(pipe.evaluate(*drawn)))
+        states.append([torch.get_rng_state(), *(torch.cuda.get_rng_state() for _ in range(device == "cuda"))])
     assert num_recorded(pipe), refusal(pipe)
+    assert f"CUDA graphs: {num_recorded(pipe)} actions recorded" in repr(pipe)
     assert max(losses) - min(losses) < 1e-12
+    assert all(torch.equal(a, b) for one, other in pairwise(states) for a, b in zip(one, other, strict=True))
 
 
 @pytest.mark.parametrize("draws", [True, False])
@@ -188,11 +208,7 @@ def test_a_model_that_draws_on_the_host_runs_eagerly() -> None:
 )
 def test_gradients_add_up_over_replayed_steps(options: Mapping[str, Any], device: str) -> None:
     """Also where a master took the tensors over to which graphs add, and where the loss is scaled."""
-    model = build(ARCHITECTURES["llama"]).to(device)
-    pipes = [
-        Pipeline(copy.deepcopy(model), **grouped(device=device, **SETTINGS | {"cuda_graphs": graphs}, **options))
-        for graphs in (False, True)
-    ]
+    pipes = eager_and_recorded(ARCHITECTURES["llama"], device, **options)
     for number in range(7):
         inputs, labels = batch(number, device)
         for pipe in pipes:
@@ -206,13 +222,8 @@ def test_gradients_add_up_over_replayed_steps(options: Mapping[str, Any], device
 
 def test_weights_are_cast_again_after_the_autocast_of_the_recording(device: str) -> None:
     """Autocast keeps what it has cast until it ends: a graph that read it would miss every later update."""
-    model = build(ARCHITECTURES["llama"]).float().to(device)
-    pipes = [
-        Pipeline(copy.deepcopy(model), **grouped(device=device, **SETTINGS | {"cuda_graphs": graphs}))
-        for graphs in (False, True)
-    ]
+    pipes, losses = eager_and_recorded(ARCHITECTURES["llama"], device, dtype="float32"), []
     inputs, labels = batch(0, device)
-    losses = []
     for pipe in pipes:
         with torch.autocast(device, torch.bfloat16):
             before = [float(pipe.step(inputs, labels)) for _ in range(3)][-1]
@@ -226,59 +237,12 @@ def test_weights_are_cast_again_after_the_autocast_of_the_recording(device: str)
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
-def test_another_shape_runs_eagerly_until_it_repeats(device: str) -> None:
-    model = build(ARCHITECTURES["llama"]).to(device)
-    whole = copy.deepcopy(model)
-    pipe = Pipeline(model, **grouped(device=device, **SETTINGS | {"slices": 3}))
-    seen = []
-    with no_rounding_inside():
-        for length in (64, 64, 64, 40, 64, 40, 40, 40):
-            inputs = batch(0, device)[0][:, :length]
-            whole.zero_grad(), zero_gradients(pipe)
-            unsplit_step(whole, inputs, inputs)
-            pipe.step(inputs, inputs)
-            found = gradients(pipe)
-            assert gradient_error(gradients(whole), found) < BOUND
-            seen.append(num_recorded(pipe) > 0)
-    assert seen == [False, False, True, False, False, False, False, True]
-
-
-def test_parameters_that_lie_elsewhere_are_noticed(device: str) -> None:
-    model = build(ARCHITECTURES["llama"]).to(device)
-    whole = copy.deepcopy(model)
-    pipe = Pipeline(model, **grouped(device=device, **SETTINGS))
-    inputs, labels = batch(0, device)
-    with no_rounding_inside():
-        for number in range(5):
-            if number == 3:
-                for parameter in (*pipe.parameters(), *whole.parameters()):
-                    parameter.data = parameter.data * 1.1
-            whole.zero_grad(), zero_gradients(pipe)
-            unsplit_step(whole, inputs, labels)
-            pipe.step(inputs, labels)
-            found = gradients(pipe)
-            assert gradient_error(gradients(whole), found) < BOUND
-            assert (num_recorded(pipe) > 0) == (number == 2)
-
-
 def test_a_cpu_says_that_it_has_none(caplog: pytest.LogCaptureFixture) -> None:
     pipe = Pipeline(build(ARCHITECTURES["llama"]), **grouped(**SETTINGS))
     inputs, labels = batch(0, "cpu")
     pipe.step(inputs, labels)
     assert "runs without CUDA graphs: cpu has none" in caplog.text
     assert "CUDA graphs: none, as cpu has none" in repr(pipe)
-
-
-@pytest.mark.more
-def test_an_evaluation_between_replayed_steps(device: str) -> None:
-    pipe = Pipeline(build(ARCHITECTURES["llama"]).to(device), **grouped(device=device, **SETTINGS))
-    losses = []
-    for _ in range(4):
-        inputs, labels = batch(1, device)
-        losses += [float(pipe.step(inputs, labels)), float(pipe.evaluate(inputs, labels))]
-    assert f"CUDA graphs: {num_recorded(pipe)} actions recorded" in repr(pipe)
-    assert num_recorded(pipe)
-    assert max(losses) - min(losses) < 1e-12
 
 
 @pytest.mark.more

@@ -1,8 +1,7 @@
-"""Any nn.Sequential has the gradients of the unsplit one, in one process and in several."""
+"""Any nn.Sequential has the gradients of the unsplit one, on any number of ranks of one process to the bit."""
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -12,9 +11,6 @@ from slipstream import Layers, Memory, Pipeline
 from slipstream.schedule import SCHEDULES
 from support.architectures import BOUND, gradient_error, gradients
 from support.examples import examples
-from support.forked import launch
-from support.parameters import first_of
-from support.paths import WORKERS
 from support.sequences.random_layers import KINDS, Unsplit, batch, build, sequences
 
 EXACT = tuple(kind for kind in KINDS if kind != "dropout")  # draws other numbers than the unsplit model
@@ -104,74 +100,3 @@ def test_the_number_of_ranks_changes_no_bit(
         expected = expected or found
         assert torch.equal(found[0], expected[0])
         assert [name for name, tensor in expected[1].items() if not torch.equal(tensor, found[1][name])] == []
-
-
-WORKER = WORKERS / "pipeline/sequence_processes.py"
-
-
-@pytest.mark.parametrize(
-    ("num_processes", "schedule", "recompute", "stages_per_rank"),
-    [
-        *first_of([(2, "zb-v", "none", "2"), (3, "interleaved-1f1b", "selective", "2"), (3, "gpipe", "segments", "1")]),
-        *first_of([(2, "1f1b", "full", "1"), (3, "zb-h1", "none", "1")], 0, "grid"),
-    ],
-)
-def test_processes_change_no_bit(num_processes: int, schedule: str, recompute: str, stages_per_rank: str) -> None:
-    ended = launch(num_processes, WORKER, "split", schedule, recompute, stages_per_rank)
-    assert ended.returncode == 0, ended.stderr[-3000:]
-
-
-@pytest.mark.more
-@pytest.mark.parametrize("shards", ["whole", "shards"])
-def test_a_sparse_embedding_with_replicas(shards: str) -> None:
-    ended = launch(2, WORKER, "sparse", shards)
-    assert ended.returncode == 0, ended.stderr[-3000:]
-
-
-@pytest.mark.parametrize("what", first_of(["buffers", "straight"]))
-def test_a_skip_goes_past_the_stages_between(what: str) -> None:
-    ended = launch(3, WORKER, what)
-    assert ended.returncode == 0, ended.stderr[-3000:]
-
-
-@pytest.mark.parametrize(
-    ("num_processes", "name", "schedule", "recompute", "stages_per_rank"),
-    [
-        *first_of([(2, "mixed", "interleaved-1f1b", "segments", "2"), (3, "transformer", "zb-v", "none", "2")]),
-        *first_of([(2, "transformer", "1f1b", "none", "1"), (3, "mixed", "zb-h1", "full", "1")], 0, "grid"),
-    ],
-)
-def test_token_slices(num_processes: int, name: str, schedule: str, recompute: str, stages_per_rank: str) -> None:
-    ended = launch(num_processes, WORKER, "slices", name, schedule, recompute, stages_per_rank)
-    assert ended.returncode == 0, ended.stderr[-3000:]
-
-
-@pytest.mark.parametrize(("num_processes", "what"), first_of([(4, "sliced_replicas"), (2, "sliced_bytes")]))
-def test_slices_share_what_is_whole(num_processes: int, what: str) -> None:
-    ended = launch(num_processes, WORKER, what)
-    assert ended.returncode == 0, ended.stderr[-3000:]
-
-
-@pytest.mark.parametrize("over", first_of(["all", "own"]))
-def test_replicas_share_a_batch_and_its_statistics(over: str) -> None:
-    ended = launch(4, WORKER, "replicas", over)
-    assert ended.returncode == 0, ended.stderr[-3000:]
-
-
-def test_weights_of_classes_are_added_up_over_replicas() -> None:
-    """A loss function's own divisor is that of all rows, whatever the classes of each replica's weigh."""
-    ended = launch(4, WORKER, "weighted")
-    assert ended.returncode == 0, ended.stderr[-3000:]
-
-
-def test_every_rank_hears_that_nothing_is_trained() -> None:
-    ended = launch(2, WORKER, "frozen")
-    assert ended.stdout.count("nothing would be trained") == 2, ended.stderr[-3000:]
-    assert ended.returncode == 0, ended.stderr[-3000:]  # of a step once one rank's layer is trained
-
-
-def test_ranks_with_other_inputs_find_out() -> None:
-    ended = launch(2, WORKER, "mismatch")
-    for rank, shape in enumerate(["(4, 4, 4, 2)", "(4, 2, 4, 4)"]):
-        assert f"rank {rank}: the ranks of one pipeline were given different batches" in ended.stdout, ended.stderr
-        assert ended.stdout.count(f"rank {rank}: inputs {shape} float32") == 2

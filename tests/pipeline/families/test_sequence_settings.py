@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slipstream import Layers, Memory, Pipeline, Skip
@@ -12,6 +17,7 @@ from slipstream.pipeline.batch import Batch
 from slipstream.profile.stage_bench import LiveMemory, tensors_alive
 from slipstream.sequential.stage import choose_segments
 from support.architectures import BOUND, gradient_error, gradients
+from support.exact_steps import exact_until_planned
 from support.sequences.random_layers import Unsplit, batch, build
 
 
@@ -38,14 +44,11 @@ def peak(recompute: str, num_ranks: int = 1) -> int:
 
 
 def test_segments_hold_less_than_all_or_nothing() -> None:
-    """One microbatch: recomputing everything at once saves nothing, in segments about sqrt(l)."""
-    none, full, segments = peak("none"), peak("stage"), peak("segments")
-    assert full > 0.8 * none
-    assert segments < 0.45 * none
-
-
-def test_segments_save_on_every_rank() -> None:
-    """The last rank, too, frees each segment before it recomputes the next: none of its backwards are split."""
+    """One microbatch: recomputing everything at once saves nothing, in segments about sqrt(l). The last rank, too,
+    frees each segment before it recomputes the next: none of its backwards are split."""
+    none = peak("none")
+    assert peak("stage") > 0.8 * none
+    assert peak("segments") < 0.45 * none
     assert peak("segments", num_ranks=2) < 0.45 * peak("none", num_ranks=2)
 
 
@@ -90,65 +93,70 @@ def test_the_number_of_segments() -> None:
     assert [index for segment in segments for index in segment] == list(range(48))
 
 
+Loss = Callable[[Any, Tensor], tuple[Tensor, Tensor]]
+
+
+def assert_exact(
+    pipe: Pipeline, whole: nn.Sequential, inputs: Any, targets: Tensor, loss_fn: Loss | None = None
+) -> None:
+    """Loss and gradients of a step are those of the unsplit sequence."""
+    for parameter in (*pipe.parameters(), *whole.parameters()):
+        parameter.grad = None
+    outputs = whole(inputs)
+    loss = (
+        functional.cross_entropy(outputs, targets) if loss_fn is None else loss_fn(outputs, targets)[0] / len(targets)
+    )
+    loss.backward()
+    assert abs(pipe.evaluate(inputs, targets) - loss) < BOUND
+    assert abs(pipe.step(inputs, targets) - loss) < BOUND
+    assert gradient_error(whole, pipe) < BOUND
+
+
 def test_shapes_may_change_from_step_to_step() -> None:
     """Images of any size, microbatches of unequal rows."""
-    model = nn.Sequential(
-        nn.Conv2d(2, 4, 3, padding=1), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 5)
-    ).double()
-    expected = nn.Sequential(*[*model])  # the same weights
+    layers = nn.Conv2d(2, 4, 3, padding=1), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 5)
+    model = nn.Sequential(*layers).double()
+    whole = copy.deepcopy(model)
     pipe = Pipeline(model, num_microbatches=3, num_ranks=3, partition=[1, 2, 1])
     for rows, size in ((7, 4), (3, 6), (8, 5)):
         inputs = torch.randn(rows, 2, size, size, dtype=torch.float64)
-        targets = torch.randint(0, 5, (rows,))
-        pipe_loss = pipe.evaluate(inputs, targets)
-        assert abs(pipe_loss - nn.functional.cross_entropy(expected(inputs), targets)) < BOUND
-        pipe.step(inputs, targets)
+        assert_exact(pipe, whole, inputs, torch.randint(0, 5, (rows,)))
 
 
 def test_a_loss_function_of_float_targets_and_tuples() -> None:
     """The count is that of the rows; outputs come as the last layer returns them."""
-    torch.manual_seed(0)
-    skip = Skip("input")
-    model = nn.Sequential(skip.stash(), nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 4), skip.pop()).double()
-    inputs = torch.randn(7, 4, dtype=torch.float64)
-    outputs, again = model(inputs)
-    ((outputs - again) ** 2).sum().div(7).backward()
-    expected = gradients(model)
-    model.zero_grad()
 
     def loss(outputs: tuple[Tensor, Tensor], targets: Tensor) -> tuple[Tensor, Tensor]:
         return ((outputs[0] - outputs[1]) ** 2).sum() + 0 * targets.sum(), torch.tensor(len(targets))
 
+    skip = Skip("input")
+    model = nn.Sequential(skip.stash(), nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 4), skip.pop()).double()
+    whole, inputs = copy.deepcopy(model), torch.randn(7, 4, dtype=torch.float64)
     pipe = Pipeline(model, num_microbatches=2, num_ranks=3, partition=[2, 2, 1], loss_fn=loss)
-    pipe.step(inputs, inputs)
-    assert gradient_error(expected, gradients(pipe)) < BOUND
+    assert_exact(pipe, whole, inputs, inputs, loss)
+
+
+class Embed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(9, 4)
+
+    def forward(self, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        ids, mask = inputs
+        return self.table(ids), mask
+
+
+class Masked(nn.Module):
+    def forward(self, inputs: tuple[Tensor, Tensor]) -> Tensor:
+        hidden, mask = inputs
+        return (hidden.tanh() * mask[..., None]).sum(1)
 
 
 def test_inputs_as_a_tuple_with_token_ids() -> None:
-    class Embed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Embedding(9, 4)
-
-        def forward(self, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-            ids, mask = inputs
-            return self.table(ids), mask
-
-    class Masked(nn.Module):
-        def forward(self, inputs: tuple[Tensor, Tensor]) -> Tensor:
-            hidden, mask = inputs
-            return (hidden.tanh() * mask[..., None]).sum(1)
-
-    torch.manual_seed(0)
     model = nn.Sequential(Embed(), Masked(), nn.Linear(4, 5)).double()
-    inputs = torch.randint(0, 9, (6, 7)), torch.rand(6, 7) > 0.3
-    targets = torch.randint(0, 5, (6,))
-    nn.functional.cross_entropy(model(inputs), targets).backward()
-    expected = gradients(model)
-    model.zero_grad()
+    whole, inputs = copy.deepcopy(model), (torch.randint(0, 9, (6, 7)), torch.rand(6, 7) > 0.3)
     pipe = Pipeline(model, num_microbatches=4, num_ranks=3, partition=[1, 1, 1])
-    pipe.step(inputs, targets)
-    assert gradient_error(expected, gradients(pipe)) < BOUND
+    assert_exact(pipe, whole, inputs, torch.randint(0, 5, (6,)))
 
 
 def test_frozen_layers_and_one_that_learns_later() -> None:
@@ -180,14 +188,7 @@ def test_offload_and_schedules_found_by_measuring() -> None:
         build(["conv", "skip"]), "auto", 3, num_ranks=2, memory=Memory(recompute="stage"), layers=Layers(example=inputs)
     )
     assert pipe.plan is None
-    num_steps = 0
-    while pipe.is_tuning:
-        num_steps += 1
-        for parameter in pipe.parameters():
-            parameter.grad = None
-        assert abs(pipe.step(inputs, targets) - expected.loss) < BOUND
-        assert gradient_error(expected.gradients, gradients(pipe)) < BOUND
-    assert num_steps == 4
+    assert len(exact_until_planned(pipe, inputs, targets, expected.loss, expected.gradients)) == 4
 
 
 def test_balance_names_the_layer_that_is_in_the_way() -> None:

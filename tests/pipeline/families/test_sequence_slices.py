@@ -31,9 +31,10 @@ from slipstream.profile.stage_bench import LiveMemory, tensors_alive
 from slipstream.schedule import SCHEDULES, Op
 from slipstream.sequential import BatchSlice, ShapeTracer, flatten_layers
 from support.architectures import BOUND, gradient_error, gradients
+from support.exact_steps import exact_until_planned
 from support.examples import examples
 from support.options import grouped
-from support.parameters import each_once, first_of
+from support.parameters import first_of
 from support.paths import ROOT
 from support.sequences.case import Inputs
 from support.sequences.sliced_layers import CASES, ROWS, TARGET
@@ -82,76 +83,32 @@ def test_a_stage_may_end_anywhere(name: str) -> None:
         )
 
 
-SELECTION = [
-    ("gpipe", 1, 1, 4, "none"),
-    ("gpipe", 2, 3, [1, 2, 6], "full"),
-    ("1f1b", 3, 4, 2, "full"),
-    ("1f1b", 4, 1, [4, 5], "segments"),
-    ("1f1b", 4, 3, [9], "none"),
-    ("zb-h1", 3, 2, 3, "none"),
-    ("interleaved-1f1b", 2, 2, [3, 1, 3, 2], "selective"),
-    ("zb-v", 2, 3, 4, "none"),
-    ("breadth-first", 2, 2, 3, "full"),
-]
+def parts(data: st.DataObject, whole: int, most: int, least: int = 1) -> list[int]:
+    """So many numbers above 0 that add up to it."""
+    cuts = data.draw(st.sets(st.integers(1, whole - 1), min_size=least - 1, max_size=most - 1))
+    return [b - a for a, b in pairwise([0, *sorted(cuts), whole])]
 
 
-@pytest.mark.parametrize(
-    ("schedule", "num_ranks", "num_microbatches", "slices", "recompute", "name"), each_once(SELECTION, CASES, 5)
-)
-def test_gradients_are_those_of_the_sequence(
-    name: str, schedule: str, num_ranks: int, num_microbatches: int, slices: int | list[int], recompute: str
-) -> None:
-    check(
-        name,
-        schedule=schedule,
-        num_ranks=num_ranks,
-        num_microbatches=num_microbatches,
-        slices=slices,
-        recompute=recompute,
-        stages_per_rank=2 if 2 in SCHEDULES[schedule].stages_per_rank else 1,
-    )
-
-
-@st.composite
-def lengths(draw: st.DrawFn) -> list[int]:
-    cuts = draw(st.sets(st.integers(1, TARGET - 1), max_size=3))
-    return [b - a for a, b in pairwise([0, *sorted(cuts), TARGET])]
-
-
-@examples(25, thin=3)
-@given(
-    st.sampled_from(sorted(CASES)),
-    st.sampled_from(ORDERS),
-    st.integers(1, 4),
-    st.integers(1, 4),
-    lengths(),
-    st.sampled_from(RECOMPUTE),
-    st.sampled_from([0.0, 1.0]),
-    st.data(),
-)
-def test_exact(
-    name: str,
-    order: tuple[str, int],
-    num_ranks: int,
-    num_microbatches: int,
-    slices: list[int],
-    recompute: str | int,
-    offload: float,
-    data: st.DataObject,
-) -> None:
-    schedule, v = order
-    num_layers, num_stages = CASES[name].num_layers, num_ranks * v
-    ends = data.draw(st.sets(st.integers(1, num_layers - 1), min_size=num_stages - 1, max_size=num_stages - 1))
+@examples(100, thin=10)
+@given(data=st.data())
+def test_gradients_are_those_of_the_sequence(data: st.DataObject) -> None:
+    """Of microbatches that are alike, and of some with rows and slices of their own."""
+    name, (schedule, v) = data.draw(st.sampled_from(sorted(CASES))), data.draw(st.sampled_from(ORDERS))
+    num_ranks, recompute = data.draw(st.integers(1, 4)), data.draw(st.sampled_from(RECOMPUTE))
+    partition = parts(data, CASES[name].num_layers, num_ranks * v, num_ranks * v)
+    if data.draw(st.booleans()):
+        cut = {"num_microbatches": data.draw(st.integers(1, 4)), "slices": parts(data, TARGET, 4)}
+    else:
+        cut = {"microbatches": [(rows, parts(data, TARGET, 4)) for rows in parts(data, ROWS, ROWS)]}
     check(
         name,
         schedule=schedule,
         stages_per_rank=v,
         num_ranks=num_ranks,
-        num_microbatches=num_microbatches,
-        slices=slices,
         recompute=recompute,
-        offload=0.0 if recompute == "segments" else offload,
-        partition=[b - a for a, b in pairwise([0, *sorted(ends), num_layers])],
+        offload=0.0 if recompute == "segments" else data.draw(st.sampled_from([0.0, 1.0])),
+        partition=data.draw(st.sampled_from(["auto", partition])),
+        **cut,
     )
 
 
@@ -190,19 +147,14 @@ def test_without_whole_tensors_the_number_of_ranks_changes_no_bit() -> None:
 def test_a_schedule_of_ones_own_and_one_found_by_measuring(name: str) -> None:
     check(name, schedule=make_schedule("zb-h2", 3, 2, 3), num_ranks=3)
     pipe, inputs, targets = pipeline(name, schedule="auto", num_microbatches=2, slices=3, num_ranks=3)
-    loss, expected = unsplit(name, 2)
-    while pipe.is_tuning:
-        for parameter in pipe.parameters():
-            parameter.grad = None
-        assert abs(pipe.step(inputs, targets) - loss) < BOUND
-        assert gradient_error(expected, gradients(pipe)) < BOUND
+    exact_until_planned(pipe, inputs, targets, *unsplit(name, 2))
 
 
 @pytest.mark.parametrize("frozen", [slice(0, 4), slice(5, None)])
 def test_frozen_layers(frozen: slice) -> None:
     """Of the encoder, so that nothing goes back into it; of the decoder, so that something does go through it."""
     model = CASES["mixed"].model()
-    names = [f"{layer.name}." for layer in _named(model)[frozen]]
+    names = [f"{layer.name}." for layer in [*flatten_layers(model)][frozen]]
     for name, parameter in model.named_parameters():
         parameter.requires_grad = not name.startswith(tuple(names))
     inputs, targets = CASES["mixed"].batch()
@@ -221,12 +173,6 @@ def test_frozen_layers(frozen: slice) -> None:
     expected = {key: g for key, g in unsplit("mixed", 2)[1].items() if not key.startswith(tuple(names))}
     assert found.keys() == expected.keys()
     assert gradient_error(expected, found) < BOUND
-
-
-def _named(model: nn.Sequential) -> list[object]:
-    from slipstream.sequential import flatten_layers
-
-    return [*flatten_layers(model)]
 
 
 @pytest.mark.more

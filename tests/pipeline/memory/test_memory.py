@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import gc
+from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 from torch import nn
 
 from slipstream import Pipeline
@@ -18,8 +21,6 @@ from slipstream.simulator import MemoryKind, memory_of
 from support.architectures import ARCHITECTURES, labels_of, tokens
 from support.forked import launch
 from support.hybrids import HYBRIDS
-from support.options import grouped
-from support.parameters import each_once, first_of
 from support.paths import WORKERS
 from support.pipelines import make_pipe
 
@@ -127,59 +128,45 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "settings"),
-    [
-        *(
-            pytest.param("llama, tied", each, marks=[pytest.mark.more] * (n not in (4, 7)))
-            for n, each in enumerate(SETTINGS)
-        ),
-        *(
-            pytest.param("gpt2", each, marks=[pytest.mark.grid if n % 6 != 1 else pytest.mark.more])
-            for n, each in enumerate(SETTINGS)
-        ),
-        *(
-            pytest.param("qwen3_5_text", each, marks=pytest.mark.more if n == 4 else pytest.mark.grid)
-            for n, each in enumerate(SETTINGS[1:], 1)
-        ),
-    ],
-    ids=str,
-)
+# Nothing is trained before the third layer. GPT-2's norm keeps what the second stage is handed, as the account has it;
+# Llama's keeps less.
+FROZEN = ["transformer.wte*", "transformer.wpe*", "transformer.h.0.*", "transformer.h.1.*", "transformer.h.3.mlp*"]
+UNTIED = copy.deepcopy(ARCHITECTURES["gpt2"])
+UNTIED.tie_word_embeddings = False
+CONFIGS = ARCHITECTURES | HYBRIDS | {"gpt2, untied": UNTIED}
+CUTS = {1: [64], 2: [50, 14], 3: [20, 30, 14]}  # by the rows of a microbatch
+
+
+def cases() -> Iterator[ParameterSet]:
+    """Each way to run, of a few models; with a frozen stage; with parts of a head, of tied weights what rows look up,
+    too; and with microbatches that differ."""
+    more, grid = pytest.mark.more, pytest.mark.grid
+    for n, settings in enumerate(SETTINGS):
+        yield pytest.param("llama, tied", settings, marks=[more] * (n not in (4, 7)))
+        yield pytest.param("gpt2", settings, marks=more if n % 6 == 1 else grid)
+        if n > 0:
+            yield pytest.param("qwen3_5_text", settings, marks=more if n == 4 else grid)
+        if n in (6, 7, 8):
+            frozen = settings | {"freeze": FROZEN, "partition": [2, 2]}
+            yield pytest.param("gpt2, untied", frozen, marks=[more] * (n != 7))
+        for name in ("llama, tied", "llama", "gpt2") if n > 0 else ():
+            is_chosen = n < 3 and name == "llama, tied"
+            yield pytest.param(name, settings | {"vocabulary": "spread"}, marks=more if is_chosen else grid)
+    orders = product(("gpipe", "zb-h1", "1f1b"), ((3, 1), (1, 3), (1, 3, 2)))
+    for n, (schedule, sizes) in enumerate(orders):
+        differing = {"schedule": schedule, "microbatches": [(rows, CUTS[rows]) for rows in sizes]}
+        yield pytest.param("llama, tied", differing, marks=more if n % 4 == 0 else grid)
+
+
+@pytest.mark.parametrize(("name", "settings"), [*cases()], ids=str)
 def test_one_rank(name: str, settings: dict[str, Any]) -> None:
-    config = (ARCHITECTURES | HYBRIDS)[name]
-    pipe = make_pipe(config, num_microbatches=2, **settings)
-    simulated, measured = peaks(pipe)
+    differing = settings.get("microbatches", [])
+    pipe = make_pipe(CONFIGS[name], **settings if differing else {"num_microbatches": 2} | settings)
+    assert pipe.layout.training.num_frozen_stages == ("freeze" in settings)
+    simulated, measured = peaks(pipe, sum(rows for rows, _ in differing) or 2)
     # Of carried states the account is off by up to 0.5% in this combination (docs/limits.md).
     is_inexact = name in HYBRIDS and settings.get("recompute") == 1 and "offload" in settings
     assert abs(simulated - measured) < (0.005 * measured if is_inexact else 1024)
-
-
-@pytest.mark.parametrize(
-    "settings", [SETTINGS[7], *(pytest.param(SETTINGS[n], marks=pytest.mark.more) for n in (6, 8))], ids=str
-)
-def test_one_rank_with_a_frozen_stage(settings: dict[str, Any]) -> None:
-    """Of the first one's forwards keys and values stay to the last slice, and nothing else.
-
-    GPT-2's norm keeps what the second stage is handed, as the account has it; Llama's keeps less.
-    """
-    frozen = ["transformer.wte*", "transformer.wpe*", "transformer.h.0.*", "transformer.h.1.*", "transformer.h.3.mlp*"]
-    options: dict[str, Any] = {"partition": [2, 2], "num_microbatches": 2, **grouped(self_check=False, **settings)}
-    config = copy.deepcopy(ARCHITECTURES["gpt2"])
-    config.tie_word_embeddings = False
-    pipe = Pipeline.from_config(config, freeze=frozen, **options)
-    assert pipe.layout.training.num_frozen_stages == 1
-    simulated, measured = peaks(pipe)
-    assert abs(simulated - measured) < 1024
-
-
-@pytest.mark.more
-@pytest.mark.parametrize("settings", first_of(SETTINGS[1:], 2, "grid"), ids=str)
-@pytest.mark.parametrize("name", first_of(["llama, tied", "llama", "gpt2"], 1, "grid"))
-def test_one_rank_with_the_parts_of_its_head(name: str, settings: dict[str, Any]) -> None:
-    """Of tied weights what rows look up too; of GPT-2's, EW and W of the positions have one gradient."""
-    options = {"vocabulary": "spread", **grouped(self_check=False, **settings)}
-    simulated, measured = peaks(Pipeline.from_config(ARCHITECTURES[name], num_microbatches=2, **options))
-    assert abs(simulated - measured) < 1024
 
 
 @pytest.mark.parametrize(
@@ -187,9 +174,8 @@ def test_one_rank_with_the_parts_of_its_head(name: str, settings: dict[str, Any]
 )
 def test_the_gradient_that_ew_and_w_share_is_counted_once(schedule: str, stages_per_rank: int) -> None:
     """It is held as long as the later of the two needs it: after every action what is held is what is counted."""
-    cut = {"slices": 4, "schedule": schedule, "stages_per_rank": stages_per_rank}
-    options: dict[str, Any] = {"num_microbatches": 2, "vocabulary": "spread", **grouped(self_check=False, **cut)}
-    pipe = Pipeline.from_config(ARCHITECTURES["gpt2"], **options)
+    cut: dict[str, Any] = {"slices": 4, "schedule": schedule, "stages_per_rank": stages_per_rank}
+    pipe = make_pipe(ARCHITECTURES["gpt2"], num_microbatches=2, vocabulary="spread", **cut)
     inputs = tokens(batch=2)
     pipe.step(inputs, inputs)
     torch.optim.SGD(pipe.parameters()).zero_grad()
@@ -218,17 +204,6 @@ class HeldAfterActions:
 
     def after(self, action: Action, state: StepState) -> None:
         self.sizes.append((action, self._memory.num_bytes))
-
-
-@pytest.mark.parametrize(
-    ("schedule", "sizes"), each_once(["gpipe", "zb-h1", "1f1b"], [((3, 1),), ((1, 3),), ((1, 3, 2),)], 0)
-)
-def test_microbatches_that_differ(sizes: tuple[int, ...], schedule: str) -> None:
-    cuts = {1: [64], 2: [50, 14], 3: [20, 30, 14]}
-    options: dict[str, Any] = {"schedule": schedule, "microbatches": [(rows, cuts[rows]) for rows in sizes]}
-    pipe = make_pipe(ARCHITECTURES["llama, tied"], **options)
-    simulated, measured = peaks(pipe, sum(sizes))
-    assert abs(simulated - measured) < 1024
 
 
 @pytest.mark.more

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from slipstream.errors import SlipstreamError
 from slipstream.pipeline.memory.linear_memory import LinearMemoryModel, Slices, rows_to_rehearse
 from slipstream.planner.order.ordering_problem import OrderingProblem
-from slipstream.schedule import Action, Op, Schedule, add_communication, add_recompute, add_reductions, predecessors
+from slipstream.schedule import Action, Op, Schedule, add_communication, add_recompute, add_reductions
 from slipstream.simulator import Footprint, MemoryTable, StageSlice, UnitCost, memory_of
 from support.examples import examples
+from support.random_orders import random_order
 from support.step_problems import PLACEMENTS
 
 OPS = (Op.F, Op.B, Op.I, Op.W)
@@ -29,7 +30,7 @@ def test_an_order_holds_what_it_holds_lowered(data: st.DataObject) -> None:
     row = st.lists(st.sampled_from([1, 2, 64, 100]) | st.integers(1, 700), min_size=1, max_size=6).map(tuple)
     slices = data.draw(st.lists(row, min_size=1, max_size=6))
     rows, table = random_rows(random, len(placement))
-    schedule = random_order(random, placement, [*map(len, slices)])
+    schedule = partly_split(random, placement, [*map(len, slices)])
     if data.draw(st.booleans()):
         schedule = add_reductions(schedule)
     full = [rank.peak for rank in memory_of(add_communication(schedule), [*map(table, slices)])]
@@ -57,7 +58,7 @@ def test_long_waits_fill_the_buffers_of_messages() -> None:
     assert rows.order_bytes(schedule, slices).rank_peaks() == pytest.approx(full, rel=1e-9)
 
 
-def random_order(random: Random, placement: tuple[int, ...], counts: list[int]) -> Schedule:
+def partly_split(random: Random, placement: tuple[int, ...], counts: list[int]) -> Schedule:
     """Any order that keeps to the rules, with some of its backwards split."""
     problem = OrderingProblem(placement, len(counts), counts, UnitCost())
     split = random.choice([0.0, 0.5, 1.0])
@@ -67,12 +68,7 @@ def random_order(random: Random, placement: tuple[int, ...], counts: list[int]) 
         for each in row:
             halves = each.op is Op.B and random.random() < split
             rows[-1] += [each.with_op(Op.I), each.with_op(Op.W)] if halves else [each]
-    given = problem.schedule_of(rows)
-    waiting, done = {each: {*predecessors(each, given)} for row in rows for each in row}, []
-    while waiting:
-        done.append(random.choice([each for each, before in waiting.items() if before.issubset(done)]))
-        del waiting[done[-1]]
-    return problem.schedule_of([[each for each in done if placement[each.stage] == rank] for rank in range(len(rows))])
+    return random_order(problem.schedule_of(rows), random)
 
 
 def random_rows(random: Random, num_stages: int) -> tuple[LinearMemoryModel, Callable[[Slices], MemoryTable]]:

@@ -11,17 +11,26 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from slipstream import Memory, Pipeline, Runtime, SlipstreamError
 from slipstream.cost import Profile, StateBytes
 from slipstream.parallel import Ranks
-from slipstream.pipeline.batch import Batch
 from slipstream.pipeline.pipeline_options import ExpectedBatch
 from slipstream.pipeline.tuning import StartRequest, start_plan
 from slipstream.planner.joint import JointPlan, ProfileUnits
 from slipstream.profile import ProfileSettings, find_costs
-from support.architectures import ARCHITECTURES, build, gradient_error, llama, no_rounding_inside, tokens, unsplit_step
+from support.architectures import (
+    ARCHITECTURES,
+    build,
+    gradient_error,
+    gradients,
+    llama,
+    no_rounding_inside,
+    tokens,
+    unsplit_step,
+)
+from support.exact_steps import exact_until_planned
+from support.live_memory import rehearsed_bytes
 from support.parameters import first_of
 from support.unusual_layers import CROSSING
 
@@ -38,6 +47,19 @@ def planned(**options: Any) -> Pipeline:
     model, config = options.pop("model", None), options.pop("config", llama())
     settings = {"runtime": Runtime(self_check=False), **free, **options}
     return Pipeline.from_config(config, **settings) if model is None else Pipeline(model, **settings)
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[Profile]:
+    """The costs that are measured for plans."""
+    profiles: list[Profile] = []
+
+    def measure(*arguments: Any) -> Profile:
+        profiles.append(find_costs(*arguments))
+        return profiles[-1]
+
+    monkeypatch.setattr(start_plan, "find_costs", measure)
+    return profiles
 
 
 @pytest.mark.grid
@@ -114,20 +136,7 @@ def test_a_model_that_cannot_be_measured_is_planned_once_steps_ran() -> None:
         assert any(
             "no plan can be made before the first step: layers of 'gemma4_text' take more" in each for each in said
         )
-        num_steps = 0
-        while pipe.is_tuning:
-            num_steps += 1
-            for parameter in pipe.parameters():
-                parameter.grad = None
-            assert pipe.step(inputs, inputs) == pytest.approx(float(loss), rel=1e-12)
-            assert gradient_error(whole, pipe) < 1e-10
-    assert num_steps == 6
-
-
-def held(pipe: Pipeline, inputs: Tensor) -> float:
-    """The most bytes that a rank holds, as they are rehearsed before a step runs."""
-    runtime = pipe._runtime
-    return max(runtime.memory_limit.peak_memory_of(runtime.rehearsed_step(Batch.of(pipe.device, inputs, inputs))).peaks)
+        assert len(exact_until_planned(pipe, inputs, inputs, loss, gradients(whole))) == 6
 
 
 @pytest.mark.more
@@ -139,11 +148,11 @@ def test_a_planned_step_keeps_to_the_memory_limit(share: float, vocabulary: str,
     """A limit above what the plan without one holds leaves it room; a tighter one needs other slices or stages."""
     inputs = tokens(batch=4, length=LENGTH)
     options = {"num_microbatches": 4, "vocabulary": vocabulary, "config": llama(tie_word_embeddings=tied)}
-    limit = share * held(planned(**options), inputs)
+    limit = share * rehearsed_bytes(planned(**options), inputs)
     pipe = planned(memory=Memory(limit=limit), **options)
     assert pipe.plan is not None
     assert pipe.plan.head == vocabulary
-    assert held(pipe, inputs) <= limit
+    assert rehearsed_bytes(pipe, inputs) <= limit
     pipe.step(inputs, inputs)
 
 
@@ -158,7 +167,7 @@ def test_forwards_run_again_where_the_limit_asks_for_it_and_else_what_would_do_i
     pipe = planned(num_microbatches=4, memory=Memory(limit=least))
     assert pipe.plan is not None
     assert pipe.plan.recompute != "none"
-    assert held(pipe, inputs) <= least
+    assert rehearsed_bytes(pipe, inputs) <= least
     pipe.step(inputs, inputs)
 
 
@@ -181,36 +190,20 @@ def test_nothing_is_planned_where_anything_is_given(given: dict[str, object]) ->
 @pytest.mark.parametrize(
     ("vocabulary", "tied"), first_of([("spread", True), ("whole", False), ("spread", False)], 1, "grid")
 )
-def test_what_a_plan_holds_is_known_before_it_runs(
-    vocabulary: Any, tied: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_plan_holds_is_known_before_it_runs(vocabulary: Any, tied: bool, measured: list[Profile]) -> None:
     """As it is rehearsed, with the parts of a head as without, and of tied weights."""
-    measured: list[Profile] = []
-
-    def measure(*arguments: Any) -> Profile:
-        measured.append(find_costs(*arguments))
-        return measured[-1]
-
-    monkeypatch.setattr(start_plan, "find_costs", measure)
     pipe = planned(num_microbatches=4, vocabulary=vocabulary, config=llama(tie_word_embeddings=tied))
     units = ProfileUnits(measured[-1], StateBytes.of("float32"))
     request = StartRequest(LENGTH, 1, 4, 2, "float32")
     assert pipe.plan is not None
     plan = pipe.plan.partition, pipe.plan.slices, pipe.plan.schedule, pipe.plan.recompute
-    ratio = max(start_plan._most_bytes(units, request, *plan)) / held(pipe, tokens(batch=4, length=LENGTH))
+    ratio = max(start_plan._most_bytes(units, request, *plan)) / rehearsed_bytes(pipe, tokens(batch=4, length=LENGTH))
     assert 0.95 < ratio < 1.1
 
 
 @pytest.mark.more
-def test_what_is_held_with_layers_that_are_computed_again_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_held_with_layers_that_are_computed_again_is_known(measured: list[Profile]) -> None:
     """One by one, on one slice and on several, with whole backwards and with split ones, which hold what W needs."""
-    measured: list[Profile] = []
-
-    def measure(*arguments: Any) -> Profile:
-        measured.append(find_costs(*arguments))
-        return measured[-1]
-
-    monkeypatch.setattr(start_plan, "find_costs", measure)
     config = llama(hidden_size=64, intermediate_size=192, max_position_embeddings=4 * LENGTH)
     planned(config=config, seq_len=4 * LENGTH)
     units, inputs = ProfileUnits(measured[-1], StateBytes.of("float32")), tokens(batch=2, length=2 * LENGTH)
@@ -220,7 +213,7 @@ def test_what_is_held_with_layers_that_are_computed_again_is_known(monkeypatch: 
             options = {"schedule": schedule, "slices": [*slices], "partition": [2, 2], "num_microbatches": 2}
             memory, runtime = Memory(recompute=recompute), Runtime(self_check=False)
             pipe = Pipeline.from_config(config, num_ranks=2, memory=memory, runtime=runtime, **options)
-            most[schedule, slices, recompute] = held(pipe, inputs)
+            most[schedule, slices, recompute] = rehearsed_bytes(pipe, inputs)
             counted = max(start_plan._most_bytes(units, request, (2, 2), slices, pipe.order, recompute))
             assert 0.95 < counted / most[schedule, slices, recompute] < 1.1
     several = (48, 32, 48)

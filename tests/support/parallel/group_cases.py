@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+import tempfile
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -19,6 +23,17 @@ Case = Callable[..., object]
 def by_name(*cases: Case) -> dict[str, Case]:
     """Cases by the names of their functions, by which tests choose them."""
     return {case.__name__: case for case in cases}
+
+
+@contextmanager
+def shared_folder() -> Iterator[Path]:
+    """A new folder for all processes of the group."""
+    places = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(places)
+    yield Path(places[0])
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(places[0])
 
 
 def run_cases(cases: dict[str, Case], chosen: Iterable[str] = ()) -> None:

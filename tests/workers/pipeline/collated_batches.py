@@ -1,21 +1,18 @@
-"""What each process of test_collated_batches runs: replicas of which some have padding, and some a batch that is
-refused."""
+"""Cases of test_processes: replicas of which some have padding, and some a batch that is refused."""
 
 from __future__ import annotations
 
 import copy
-import sys
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from slipstream import Pipeline, Precision, Runtime, SlipstreamError, make_mesh
 from slipstream.model import causal_cross_entropy
 from support.architectures import ARCHITECTURES, BOUND, gradient_error, gradients
-from support.parallel.group_cases import by_name, run_cases
-from support.ragged_batches import MODELS, batch_of, one_by_one
+from support.parallel.group_cases import by_name
+from support.ragged_batches import MODELS, batch_of, one_by_one, padded_batch
 
 LENGTHS = [20, 20, 20, 9]  # the first replica's two rows have one length
 
@@ -28,10 +25,7 @@ def pipeline(name: str = "llama, tied") -> Pipeline:
 def rows_of(replica: int) -> dict[str, Tensor]:
     inputs, labels = batch_of(LENGTHS)
     mine = slice(2 * replica, 2 * replica + 2)
-    padded = pad_sequence(inputs[mine], batch_first=True)
-    mask = pad_sequence([torch.ones_like(each) for each in inputs[mine]], batch_first=True)
-    targets = pad_sequence(labels[mine], batch_first=True, padding_value=-100)
-    return {"input_ids": padded, "labels": targets, "attention_mask": mask}
+    return padded_batch(inputs[mine], labels[mine])
 
 
 def a_replica_without_padding() -> None:
@@ -84,6 +78,3 @@ def a_batch_that_a_replica_refuses() -> None:
 
 
 CASES = by_name(a_replica_without_padding, positions_beside_another_replicas_padding, a_batch_that_a_replica_refuses)
-
-if __name__ == "__main__":
-    run_cases(CASES, sys.argv[1:])

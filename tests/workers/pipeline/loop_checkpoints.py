@@ -1,8 +1,9 @@
-"""Each of two processes of test_loop_checkpoints: saves of a pipeline, loaded by replicas that share an optimizer."""
+"""Cases of test_processes: saves of a pipeline on two ranks, loaded by replicas that share an optimizer."""
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from slipstream import Pipeline, SlipstreamError, make_mesh
 from slipstream.checkpoint import CheckpointFolder
 from support.architectures import ARCHITECTURES, labels_of, tokens
 from support.options import grouped
+from support.parallel.group_cases import Case, shared_folder
 
 
 def start(mesh: dict[str, int], seed: int, **options: object) -> tuple[Pipeline, torch.optim.Optimizer]:
@@ -89,9 +91,9 @@ def buffers(folder: Path) -> None:
     assert all(tensor.equal(found[name]) for name, tensor in expected.items())
 
 
-if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    for number, case in enumerate((other_meshes, refusals, buffers)):
-        case(Path(sys.argv[1]) / str(number))
-        print(f"done: {case.__name__}", flush=True)
-    dist.destroy_process_group()
+def in_a_folder(case: Callable[[Path], None]) -> None:
+    with shared_folder() as folder:
+        case(folder / "checkpoints")
+
+
+CASES: dict[str, Case] = {run.__name__: partial(in_a_folder, run) for run in (other_meshes, refusals, buffers)}

@@ -1,10 +1,13 @@
-"""What each process of test_processes runs: a step, compared with the unsplit model."""
+"""Cases of test_processes: steps of a causal LM on several ranks, compared with the unsplit model, and what ranks are
+told that call something else, have another batch, or wait in vain."""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import slipstream
-from slipstream import Memory, Parallelism, Pipeline, Precision, Runtime, SlipstreamError
+from slipstream import Parallelism, Pipeline, Runtime, SlipstreamError
 from slipstream.checkpoint import CheckpointFolder
 from slipstream.comm import StagedTransport
 from slipstream.comm.transport import TransportError
@@ -29,52 +32,44 @@ from support.architectures import (
     gradient_error,
     gradients,
     labels_of,
+    no_rounding_inside,
     tokens,
     unsplit_step,
 )
+from support.parallel.group_cases import Case, by_name, shared_folder
 from support.pipelines import make_pipe
+from support.refusals import refused
+from workers.parallel import exactness
 
 
-def exact(
-    name: str, schedule: str, stages_per_rank: str, recompute: str = "none", offload: str = "0", partition: str = ""
-) -> None:
-    """Two steps of AdamW with clipping follow the unsplit model; the loss is on every rank."""
-    whole = build(ARCHITECTURES[name], seed=3)
-    pipe = Pipeline.from_config(
-        ARCHITECTURES[name],
-        seed=3,
-        precision=Precision(dtype=torch.float64),
-        memory=Memory(recompute=recompute, offload=float(offload)),
-        runtime=Runtime(self_check=False),
-        schedule=schedule,
-        stages_per_rank=int(stages_per_rank),
-        slices=[5, 30, 17, 12],
-        num_microbatches=2,
-        partition=[float(count) for count in partition.split()] or "auto",
-    )
-    optimizers = [torch.optim.AdamW(parameters, lr=1e-3) for parameters in (pipe.parameters(), whole.parameters())]
-    for step in range(2):
-        inputs = tokens(seed=step)
-        labels = labels_of(inputs)
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        loss = pipe.step(inputs, labels)
-        assert abs(loss - unsplit_step(whole, inputs, labels)) < BOUND
-        found, wanted = gradients(pipe), gradients(whole)
-        assert found
-        assert gradient_error({key: wanted[key] for key in found}, found) < BOUND
-        norms = pipe.clip_grad_norm_(1.0), torch.nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
-        assert abs(norms[0] - norms[1]) < 1e-9
-        for optimizer in optimizers:
-            optimizer.step()
-    evaluated = pipe.evaluate(inputs, labels)
-    with torch.no_grad():
-        assert evaluated < loss
-    timeline = pipe.timeline()
-    assert {span.rank for span in timeline.spans} == set(range(dist.get_world_size()))
-    placement = pipe.layout.training.placement
-    crossings = sum(a != b for a, b in pairwise(placement))
-    assert len(timeline.messages) == 8 * crossings  # the forwards of the evaluation
+@dataclass(frozen=True)
+class CutCase(exactness.Case):
+    """A way to train whose stages may end inside layers, and whose activations may wait in host memory."""
+
+    offload: float = 0.0
+    partition: tuple[float, ...] = ()
+
+    def settings(self) -> dict[str, object]:
+        return super().settings() | {"offload": self.offload, "partition": [*self.partition] or "auto"}
+
+
+def exact(case: CutCase) -> None:
+    """Three steps of AdamW with clipping follow the unsplit model; the loss is on every rank."""
+    sizes = dist.get_world_size(), 1, 1
+    with no_rounding_inside():
+        error = exactness.run(case, sizes, slipstream.make_mesh(*sizes))
+    assert error < BOUND, error
+
+
+def timeline() -> None:
+    """Every rank has the spans of all, and an evaluation's messages."""
+    pipe = make_pipe(ARCHITECTURES["llama"], schedule="zb-v", stages_per_rank=2, num_microbatches=2, slices=4)
+    loss = pipe.step(tokens(), tokens())
+    assert abs(pipe.evaluate(tokens(), tokens()) - loss) < 1e-6
+    found = pipe.timeline()
+    assert {span.rank for span in found.spans} == set(range(dist.get_world_size()))
+    crossings = sum(a != b for a, b in pairwise(pipe.layout.training.placement))
+    assert len(found.messages) == 8 * crossings  # the forwards of the evaluation
 
 
 def ragged(name: str) -> None:
@@ -95,45 +90,6 @@ def ragged(name: str) -> None:
         found, expected = gradients(pipe), gradients(whole)
         assert gradient_error({key: expected[key] for key in found}, found) < BOUND
         assert pipe.evaluate(inputs, labels) == pytest.approx(float(wanted), rel=1e-9)
-
-
-def lengths(name: str) -> None:
-    """Sequences of different lengths, a batch after the other, have the gradients of each alone."""
-    whole = build(ARCHITECTURES[name], seed=3)
-    options = {"seed": 3, "precision": Precision(dtype=torch.float64), "runtime": Runtime(self_check=False)}
-    pipe = Pipeline.from_config(ARCHITECTURES[name], num_microbatches=2, slices=4, **options)
-    for sizes in ((60, 9, 33), (5, 64), (20, 20, 20, 20)):
-        inputs = [row[:size] for row, size in zip(tokens(batch=len(sizes)), sizes, strict=True)]
-        for parameter in pipe.parameters():
-            parameter.grad = None
-        assert abs(pipe.step(inputs, inputs) - _each_alone(whole, inputs)) < BOUND
-        found, expected = gradients(pipe), gradients(whole)
-        assert gradient_error({key: expected[key] for key in found}, found) < BOUND
-
-
-def replicas(name: str) -> None:
-    """Two replicas, of one stage and of several each, have sequences of their own; gradients are those of all."""
-    whole = build(ARCHITECTURES[name], seed=3)
-    options = {"seed": 3, "precision": Precision(dtype=torch.float64), "runtime": Runtime(self_check=False)}
-    mesh = slipstream.make_mesh(1, 2, 1, "cpu")
-    inputs = [row[:size] for row, size in zip(tokens(batch=5), (60, 9, 33, 50, 7), strict=True)]
-    for cut in ({"num_microbatches": 2, "slices": 3}, {"schedule": "interleaved-1f1b", "stages_per_rank": 2}):
-        pipe = Pipeline.from_config(ARCHITECTURES[name], mesh=mesh, **cut, **options)
-        mine = inputs[:2] if pipe.replica == 0 else inputs[2:]
-        assert abs(pipe.step(mine, mine) - _each_alone(whole, inputs)) < BOUND
-        assert gradient_error(whole, pipe) < BOUND
-
-
-def _each_alone(whole: torch.nn.Module, inputs: list[torch.Tensor]) -> torch.Tensor:
-    """Adds the gradients of the mean over all tokens of sequences, and returns it."""
-    whole.zero_grad()
-    count = sum(len(row) - 1 for row in inputs)
-    loss = torch.zeros((), dtype=torch.float64)
-    for row in inputs:
-        total, _ = causal_cross_entropy(whole(input_ids=row[None], use_cache=False).logits[:, :-1], row[None, 1:])
-        (total / count).backward()
-        loss += total.detach() / count
-    return loss
 
 
 def auto() -> None:
@@ -180,10 +136,9 @@ def mismatch() -> None:
     rows = [good[0], (changed if rank else good)[1]]
     with pytest.raises(SlipstreamError, match=r"rank 1: sequences of \[64, 64\] tokens, checksum "):
         pipe.step(rows, rows)
-    print(f"rank {rank} found the mismatch", flush=True)
 
 
-def other_calls(axis: str, folder: str, limit: str = "") -> None:
+def other_calls(axis: str, limit: float | None = None) -> None:
     """Ranks that call different methods are told which, whatever comes first, and can go on."""
     rank, inputs = dist.get_rank(), tokens()
     pipe = make_pipe(
@@ -191,26 +146,26 @@ def other_calls(axis: str, folder: str, limit: str = "") -> None:
         slices=4,
         mesh=slipstream.make_mesh(**{axis: 2}),
         parallel=Parallelism(shard="optimizer" if axis == "dp" else "none"),
-        memory_limit=float(limit) if limit else None,
+        memory_limit=limit,
     )
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.0)
     loss = pipe.step(inputs, inputs)
-    pipe.save(folder, 1, optimizer=optimizer)
-    calls = calls_of(pipe, optimizer, Path(folder))
-    if limit:  # within which these rehearse a step first
-        calls = {name: calls[name] for name in ("step", "evaluate", "state_dict", "memory_table")}
-    pairs = [*pairwise([*calls, "step"]), *(("state_dict", name) for name in calls if name != "state_dict")]
-    for pair in pairs + [(other, one) for one, other in pairs]:
-        optimizer.step()  # so that some of the calls have parameters to gather first
-        with pytest.raises(SlipstreamError, match="the ranks call different methods of the Pipeline") as error:
-            calls[pair[rank]]()
-        assert f"\n  rank 0: {pair[0]}\n  rank 1: {pair[1]}\nCall {pair[0]} and {pair[1]} on " in str(error.value)
-    assert not Path(folder, "pretrained").exists()
-    assert CheckpointFolder(Path(folder)).steps() == [1]
-    assert abs(pipe.step(inputs, inputs) - loss) < 1e-6
-    for call in calls.values():
-        call()
-    print(f"rank {rank} found the other calls", flush=True)
+    with shared_folder() as folder:
+        pipe.save(folder, 1, optimizer=optimizer)
+        calls = calls_of(pipe, optimizer, folder)
+        if limit:  # within which these rehearse a step first
+            calls = {name: calls[name] for name in ("step", "evaluate", "state_dict", "memory_table")}
+        pairs = [*pairwise([*calls, "step"]), *(("state_dict", name) for name in calls if name != "state_dict")]
+        for pair in pairs + [(other, one) for one, other in pairs]:
+            optimizer.step()  # so that some of the calls have parameters to gather first
+            with refused("the ranks call different methods of the Pipeline") as error:
+                calls[pair[rank]]()
+            assert f"\n  rank 0: {pair[0]}\n  rank 1: {pair[1]}\nCall {pair[0]} and {pair[1]} on " in str(error.value)
+        assert not (folder / "pretrained").exists()
+        assert CheckpointFolder(folder).steps() == [1]
+        assert abs(pipe.step(inputs, inputs) - loss) < 1e-6
+        for call in calls.values():
+            call()
 
 
 def calls_of(pipe: Pipeline, optimizer: torch.optim.Optimizer, folder: Path) -> dict[str, Callable[[], object]]:
@@ -246,7 +201,6 @@ def other_pipelines() -> None:
     assert "\n  rank 1: step of Pipeline 2, in the order" in str(error.value)
     for pipe in pipes:
         pipe.step(inputs, inputs)
-    print(f"rank {rank} found the other pipeline", flush=True)
 
 
 def never_called(folder: str, watched: str, *absent: str) -> None:
@@ -334,29 +288,35 @@ def mesh() -> None:
             Pipeline(model, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=axes))
 
 
-if __name__ == "__main__":
+HALVES = (0.5, 1, 1.5, 1)  # each rank has the halves of two layers that the other doesn't
+CASES: dict[str, Case] = by_name(timeline, auto, mismatch, buffers, channels, mesh)
+CASES |= {
+    f"exact, {name}": partial(exact, case)
+    for name, case in {
+        "zb-h1": CutCase("llama, tied", "zb-h1"),
+        "interleaved": CutCase("qwen3", "interleaved-1f1b", 2),
+        "zb-v": CutCase("llama, tied", "zb-v", 2),
+        "1f1b": CutCase("llama"),
+        "gpipe": CutCase("gpt2", "gpipe"),
+        "halves": CutCase("llama, tied", "zb-v", 2, partition=HALVES),
+        "selective, offloaded": CutCase("llama, tied", recompute="selective", offload=0.7),
+        "recomputed": CutCase("llama, tied", recompute="full"),
+        "zb-v, selective, offloaded": CutCase("llama, tied", "zb-v", 2, "selective", offload=0.7),
+        "gpt2": CutCase("gpt2"),
+    }.items()
+}
+CASES |= {f"ragged, {name}": partial(ragged, name) for name in ("llama, tied", "gpt2")}
+CASES |= {f"other calls, {axis}": partial(other_calls, axis) for axis in ("pp", "dp", "tp")}
+CASES["other calls, pp, within a limit"] = partial(other_calls, "pp", 1e9)
+
+if __name__ == "__main__":  # what ends ranks, or counts what a process has made
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    cases = {
-        "exact": exact,
-        "ragged": ragged,
-        "lengths": lengths,
-        "replicas": replicas,
-        "auto": auto,
-        "mismatch": mismatch,
-        "other calls": other_calls,
-        "never called": never_called,
-        "other pipelines": other_pipelines,
-        "absent": absent,
-        "failing": failing,
-        "buffers": buffers,
-        "channels": channels,
-        "mesh": mesh,
-    }
+    alone = {"never called": never_called, "other pipelines": other_pipelines, "absent": absent, "failing": failing}
     what = sys.argv[1].removeprefix("staged ")
     if what != sys.argv[1]:  # as between GPUs that ranks share
         slow_copies.install()
-    cases[what](*sys.argv[2:])
-    if what not in ("mismatch", "absent", "never called", "failing"):
+    alone[what](*sys.argv[2:])
+    if what == "other pipelines":
         dist.barrier()
     dist.destroy_process_group()

@@ -1,8 +1,8 @@
-"""What each process of test_step_plans runs: sequences of different lengths on meshes, against the unsplit model."""
+"""Cases of test_processes: sequences of different lengths on meshes, against the unsplit model."""
 
 from __future__ import annotations
 
-import sys
+import os
 from random import Random
 from typing import Any
 
@@ -12,10 +12,12 @@ from torch import Tensor
 
 from slipstream import Parallelism, Pipeline, SequenceLoss, SlipstreamError, make_mesh
 from support.architectures import ARCHITECTURES, BOUND, build, gradients, no_rounding_inside
-from support.parallel.group_cases import by_name, run_cases
+from support.parallel.group_cases import by_name
 from support.pipelines import make_pipe
 from support.preferences import log_probabilities, preference, references
 from support.ragged_batches import MODELS, ORDERS, batch_of, one_by_one, random_plan
+
+NUM_CASES = int(os.environ.get("SLIPSTREAM_TESTS_RANDOM_CASES", "40"))
 
 
 def pipeline(name: str, mesh: Any, **options: Any) -> Pipeline:
@@ -27,33 +29,51 @@ def error(pipe: Pipeline, expected: dict[str, Tensor]) -> float:
     floor = 1e-6 * max(tensor.abs().max() for tensor in expected.values())
     errors = [0.0]
     for piece in pipe.parameter_shards():
-        whole = expected[piece.name]
-        own = piece.parameter.grad
-        rows = piece.share.take(whole)[piece.first_row :][: len(own)]
-        errors.append(float((own - rows).abs().max() / max(whole.abs().max(), floor)))
+        if piece.parameter.requires_grad and piece.parameter.numel():
+            whole, own = expected[piece.name], piece.parameter.grad
+            assert own is not None, piece.name
+            rows = piece.share.take(whole)[piece.first_row :][: len(own)]
+            errors.append(float((own - rows).abs().max() / max(whole.abs().max(), floor)))
     return max(errors)
 
 
-def check(seed: int, mesh: Any, dp: int) -> None:
-    """A random batch of each replica, of which every second one has a plan at random, has the gradients of all."""
+def check(seed: int, mesh: Any, dp: int, num_steps: int = 1) -> None:
+    """Random batches of each replica, of which some have plans at random, have the gradients of all."""
     random = Random(seed)
     name, (schedule, v) = random.choice(sorted(MODELS)), random.choice(ORDERS)
     options: dict[str, Any] = {"schedule": schedule, "stages_per_rank": v, "slices": random.randint(1, 4)}
     options["num_microbatches"] = random.randint(1, 2)
     options["parallel"] = Parallelism(shard="optimizer" if dp > 1 and random.random() < 0.5 else "none")
     pipe = pipeline(name, mesh, **options)
-    all_lengths = [[random.randint(2, 40) for _ in range(random.randint(2, 5))] for _ in range(dp)]
-    batches = [batch_of(lengths, seed) for lengths in all_lengths]
-    plans = [random_plan(random, lengths, pipe.order) for lengths in all_lengths]
-    joined = [[row for batch in batches for row in batch[which]] for which in (0, 1)]
-    if all((label[1:] == -100).all() for label in joined[1]):
-        return
-    loss, expected = one_by_one(name, *joined)
-    inputs, labels = batches[pipe.replica]
-    plan = plans[pipe.replica] if random.random() < 0.7 else None
-    pipe.prepare(all_lengths[pipe.replica])
-    assert abs(pipe.step(inputs, labels, plan=plan) - loss) < BOUND, (seed, name, schedule, v)
-    assert error(pipe, expected) < BOUND, (seed, name, schedule, v)
+    order = pipe.order
+    for step in range(num_steps):
+        for parameter in pipe.parameters():
+            parameter.grad = None
+        all_lengths = [[random.randint(2, 40) for _ in range(random.randint(2, 5))] for _ in range(dp)]
+        batches = [batch_of(lengths, seed + step) for lengths in all_lengths]
+        plans = [random_plan(random, lengths, order) for lengths in all_lengths]
+        joined = [[row for batch in batches for row in batch[which]] for which in (0, 1)]
+        if all((label[1:] == -100).all() for label in joined[1]):
+            continue
+        loss, expected = one_by_one(name, *joined)
+        inputs, labels = batches[pipe.replica]
+        plan = plans[pipe.replica] if random.random() < 0.7 else None
+        pipe.prepare(all_lengths[pipe.replica])
+        assert abs(pipe.step(inputs, labels, plan=plan) - loss) < BOUND, (seed, name, schedule, v)
+        assert error(pipe, expected) < BOUND, (seed, name, schedule, v)
+
+
+def stages() -> None:
+    mesh = make_mesh(pp=2)
+    for seed in range(0, NUM_CASES, 2):
+        check(2000 + seed, mesh, 1, num_steps=2)
+
+
+def lone_replicas() -> None:
+    """Of one stage, or of several on one rank, each with sequences of its own."""
+    mesh = make_mesh(pp=1, dp=2)
+    for seed in range(0, NUM_CASES, 2):
+        check(3000 + seed, mesh, 2, num_steps=2)
 
 
 def replicas() -> None:
@@ -138,9 +158,12 @@ def unsplit_preferences(
     return loss.item(), gradients(whole), found.detach()
 
 
-NUM_CASES = 40
-CASES = by_name(replicas, tensor_ranks, preferences, a_batch_that_one_replica_refuses, ranks_that_plan_differently)
-
-if __name__ == "__main__":
-    NUM_CASES = int(sys.argv[2]) if len(sys.argv) > 2 else NUM_CASES
-    run_cases(CASES, sys.argv[1:2])
+CASES = by_name(
+    stages,
+    lone_replicas,
+    replicas,
+    tensor_ranks,
+    preferences,
+    a_batch_that_one_replica_refuses,
+    ranks_that_plan_differently,
+)

@@ -1,44 +1,45 @@
-"""What each process of test_sequence runs: steps of a sequence, compared with one process."""
+"""Cases of test_processes: steps of a sequence of layers on several ranks, compared with one process."""
 
 from __future__ import annotations
 
-import os
-import sys
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
 from slipstream import Layers, Memory, Parallelism, Pipeline, Skip, make_mesh
 from slipstream.comm import HEADER_BYTES
-from slipstream.errors import SlipstreamError
 from slipstream.model import causal_cross_entropy
 from support.architectures import BOUND, gradient_error, gradients
+from support.parallel.group_cases import Case, by_name
+from support.refusals import refused
+from support.sequences import sliced_layers
 from support.sequences.random_layers import Mix, Unsplit, batch, build, costs
-from support.sequences.sliced_layers import CASES, ROWS, SOURCE, TARGET
+from support.sequences.sliced_layers import ROWS, SOURCE, TARGET
+from workers.pipeline.ragged_meshes import error
 
 KINDS = ["norm", "skip", "tuple", "dropout", "relu", "short skip"]
 
 
-def split(schedule: str, recompute: str, stages_per_rank: str) -> None:
+def split(schedule: str, recompute: str, stages_per_rank: int) -> None:
     """Parameters and batch norms after two updates are to the bit those of one stage."""
     inputs, targets = batch(11)
     states = []
-    size = os.environ.pop("WORLD_SIZE")  # with it, the first pipeline would be one of all processes
-    for alone in (True, False):
-        if not alone:
-            os.environ["WORLD_SIZE"] = size
-            dist.init_process_group("gloo")
+    alone = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("apart", "pp"))["pp"]
+    for is_alone in (True, False):
         torch.manual_seed(4)
         model = build(KINDS)
         pipe = Pipeline(
             model,
-            "gpipe" if alone else schedule,
+            "gpipe" if is_alone else schedule,
             num_microbatches=4,
-            stages_per_rank=1 if alone else int(stages_per_rank),
-            memory=Memory(recompute="none" if alone else recompute),
+            stages_per_rank=1 if is_alone else stages_per_rank,
+            memory=Memory(recompute="none" if is_alone else recompute),
             layers=Layers(costs=costs(model)),
+            mesh=alone if is_alone else None,
         )
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
         for _ in range(2):
@@ -57,7 +58,6 @@ def split(schedule: str, recompute: str, stages_per_rank: str) -> None:
 
 def straight() -> None:
     """A skip of 64 numbers a row goes from rank 0 to rank 2, past rank 1, between layers that hand on 8."""
-    dist.init_process_group("gloo")
     wide, near = Skip("wide"), Skip("near")
     layers = [nn.Linear(4, 64), wide.stash(), nn.Linear(64, 8), near.stash(), nn.Tanh(), nn.Linear(8, 8)]
     layers += [near.pop(), Mix(), nn.Linear(8, 64), wide.pop(), Mix(), nn.Linear(64, 5)]
@@ -74,7 +74,6 @@ def straight() -> None:
 
 def buffers() -> None:
     """A rank keeps no more skips than microbatches are under way, however many there are."""
-    dist.init_process_group("gloo")
     skip = Skip("wide")
     layers = [nn.Linear(4, 64), skip.stash(), nn.Linear(64, 8), nn.Linear(8, 64), skip.pop(), Mix(), nn.Linear(64, 5)]
     pipe = Pipeline(nn.Sequential(*layers), "1f1b", num_microbatches=16, partition=[3, 1, 3])
@@ -86,7 +85,6 @@ def buffers() -> None:
 
 def replicas(over_replicas: str) -> None:
     """Two replicas of two ranks: gradients of the whole batch, batch norms of all rows or of each replica's own."""
-    dist.init_process_group("gloo")
     mesh = make_mesh(pp=2, dp=2)
     model = build(["norm", "skip", "norm"])
     shares = [batch(6, seed=replica) for replica in range(2)]
@@ -108,18 +106,13 @@ def replicas(over_replicas: str) -> None:
         for name, tensor in stage.state().items():
             if "running" in name:
                 assert torch.allclose(tensor, own.model.state_dict()[name], rtol=1e-12, atol=1e-14), name
-    for piece in pipe.parameter_shards():
-        wanted = expected.gradients[piece.name]
-        rows = wanted[piece.first_row : piece.first_row + len(piece.parameter)]
-        assert piece.parameter.grad is not None
-        assert gradient_error({"": rows}, {"": piece.parameter.grad}) < BOUND
+    assert error(pipe, expected.gradients) < BOUND
     norms = pipe.clip_grad_norm_(1.0), torch.nn.utils.clip_grad_norm_(expected.model.parameters(), 1.0)
     assert abs(norms[0] - norms[1]) < 1e-9
 
 
 def sparse(shards: str) -> None:
     """The gradient of a sparse embedding, whose rows differ between two replicas."""
-    dist.init_process_group("gloo")
 
     def made(is_sparse: bool) -> nn.Sequential:
         torch.manual_seed(0)
@@ -132,24 +125,19 @@ def sparse(shards: str) -> None:
     pipe = Pipeline(made(is_sparse=True), num_microbatches=2, mesh=make_mesh(pp=1, dp=2), parallel=parallel)
     for count in (1, 2):
         pipe.step(ids[own], targets[own], loss_scale=4.0)
-        for piece in pipe.parameter_shards():
-            wanted = count * gradients(whole)[piece.name]
-            assert piece.parameter.grad is not None
-            rows = wanted[piece.first_row : piece.first_row + len(piece.parameter)]
-            assert gradient_error({"": rows}, {"": piece.parameter.grad}) < BOUND, piece.name
+        assert error(pipe, {name: count * gradient for name, gradient in gradients(whole).items()}) < BOUND
 
 
-def slices(name: str, schedule: str, recompute: str, stages_per_rank: str) -> None:
+def slices(name: str, schedule: str, recompute: str, stages_per_rank: int) -> None:
     """Token slices: the gradients of the unsplit sequence, and what all slices read is sent once."""
-    dist.init_process_group("gloo")
-    case = CASES[name]
+    case = sliced_layers.CASES[name]
     inputs, targets = case.batch()
     pipe = Pipeline(
         case.model(),
         schedule,
         num_microbatches=2,
         slices=[2, 4, 3],
-        stages_per_rank=int(stages_per_rank),
+        stages_per_rank=stages_per_rank,
         memory=Memory(recompute=recompute),
         layers=Layers(example=inputs),
         loss_fn=causal_cross_entropy,
@@ -169,8 +157,7 @@ def slices(name: str, schedule: str, recompute: str, stages_per_rank: str) -> No
 
 def sliced_bytes() -> None:
     """Rank 0 has the encoder, rank 1 the decoder's second half: the encoding goes there with the first slice alone."""
-    dist.init_process_group("gloo")
-    case = CASES["transformer"]
+    case = sliced_layers.CASES["transformer"]
     inputs, targets = case.batch()
     names = [name for name, _ in case.build().named_children()]
     first = names.index("decoder1_attention")
@@ -194,8 +181,7 @@ def sliced_bytes() -> None:
 
 def sliced_replicas() -> None:
     """Two replicas of two ranks, each with its own rows."""
-    dist.init_process_group("gloo")
-    case = CASES["transformer"]
+    case = sliced_layers.CASES["transformer"]
     (source, target), targets = case.batch()
     mesh = make_mesh(pp=2, dp=2)
     own = slice(0, 4) if mesh["dp"].get_local_rank() == 0 else slice(4, None)
@@ -217,7 +203,6 @@ def sliced_replicas() -> None:
 
 def weighted() -> None:
     """Two replicas of two ranks, whose classes weigh differently, under a divisor of the loss function's own."""
-    dist.init_process_group("gloo")
     mesh = make_mesh(pp=2, dp=2)
     (inputs, targets), weights = batch(12), torch.tensor([0.1, 3.0, 0.5, 7.0, 1.0], dtype=torch.float64)
     targets[:6], targets[6:] = targets[:6] % 2, 2 + targets[6:] % 3
@@ -239,38 +224,50 @@ def weighted() -> None:
         assert abs(pipe.evaluate(inputs[own], targets[own]) - loss) < BOUND
         for number in (1, 2):  # gradients add up
             assert abs(pipe.step(inputs[own], targets[own]) - loss) < BOUND
-            for piece in pipe.parameter_shards():
-                rows = wanted[piece.name][piece.first_row : piece.first_row + len(piece.parameter)]
-                assert piece.parameter.grad is not None
-                assert gradient_error({"": number * rows}, {"": piece.parameter.grad}) < BOUND
+            assert error(pipe, {name: number * gradient for name, gradient in wanted.items()}) < BOUND
 
 
 def frozen() -> None:
-    dist.init_process_group("gloo")
+    """Every rank hears that nothing is trained."""
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 5)).requires_grad_(False)
     pipe = Pipeline(model, partition=[1, 2])
     inputs, targets = torch.randn(4, 4), torch.zeros(4, dtype=torch.int64)
     pipe.evaluate(inputs, targets)
-    try:
+    with refused("nothing would be trained"):
         pipe.step(inputs, targets)
-    except SlipstreamError as error:
-        print(error, flush=True)
     if pipe.rank == 1:
         model[2].requires_grad_(True)  # one rank's layer is enough
     pipe.step(inputs, targets)
 
 
 def mismatch() -> None:
-    dist.init_process_group("gloo")
+    """Ranks with other inputs find out, and are told those of each."""
     pipe = Pipeline(nn.Sequential(nn.Tanh(), nn.Flatten(), nn.Linear(32, 5)), partition=[1, 2])
     inputs, targets = torch.randn(4, 2, 4, 4), torch.zeros(4, dtype=torch.int64)
-    try:
+    with refused("the ranks of one pipeline were given different batches") as problem:
         pipe.step(inputs[:, :, :, ::2].repeat(1, 2, 1, 1) if pipe.rank == 0 else inputs, targets)
-    except SlipstreamError as error:
-        print(f"rank {pipe.rank}: {error}", flush=True)
+    for rank, shape in enumerate(["(4, 4, 4, 2)", "(4, 2, 4, 4)"]):
+        assert f"rank {rank}: inputs {shape} float32" in str(problem.value)
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    globals()[sys.argv[1]](*sys.argv[2:])
-    dist.destroy_process_group()
+SPLIT = [
+    ("zb-v", "none", 2),
+    ("interleaved-1f1b", "selective", 2),
+    ("gpipe", "segments", 1),
+    ("1f1b", "full", 1),
+    ("zb-h1", "none", 1),
+]
+SLICED = [
+    ("mixed", "interleaved-1f1b", "segments", 2),
+    ("transformer", "zb-v", "none", 2),
+    ("transformer", "1f1b", "none", 1),
+    ("mixed", "zb-h1", "full", 1),
+]
+CASES: dict[str, Case] = by_name(straight, buffers, sliced_bytes, sliced_replicas, weighted, frozen, mismatch)
+CASES |= {f"split, {schedule}": partial(split, schedule, recompute, v) for schedule, recompute, v in SPLIT}
+CASES |= {
+    f"slices, {name}, {schedule}": partial(slices, name, schedule, recompute, v)
+    for name, schedule, recompute, v in SLICED
+}
+CASES |= {f"norms of {over}": partial(replicas, over) for over in ("all", "own")}
+CASES |= {f"sparse, {shards}": partial(sparse, shards) for shards in ("whole", "shards")}

@@ -4,7 +4,6 @@ CPUs that exchange everything as such processes do: shared_gpu.py cuda|cpu CASE 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -16,20 +15,16 @@ from slipstream.parallel import rank_group
 from slipstream.pipeline import runtime as pipeline_runtime
 from support.architectures import ARCHITECTURES, BOUND, LENGTH, build, no_rounding_inside, tokens
 from workers.parallel.exactness import Case, run
+from workers.pipeline.processes import CutCase
 
 DEVICE = sys.argv[1]
 
 
-@dataclass(frozen=True)
-class OffloadedCase(Case):
-    """One whose activations wait in host memory."""
-
-    def settings(self) -> dict[str, object]:
-        return super().settings() | {"offload": 0.7}
-
-
 CASES = {
-    "pp": ((2, 1, 1), (Case("llama, tied"), Case("gpt2", "zb-v", 2), OffloadedCase("llama", recompute="selective"))),
+    "pp": (
+        (2, 1, 1),
+        (Case("llama, tied"), Case("gpt2", "zb-v", 2), CutCase("llama", recompute="selective", offload=0.7)),
+    ),
     "dp": ((1, 2, 1), (Case("llama"), Case("llama, tied", recompute="full", shard="optimizer"))),
     "tp": ((1, 1, 2), (Case("llama, tied"), Case("qwen3", sequence=True))),
     "pp, tp": ((2, 1, 2), (Case("llama"),)),

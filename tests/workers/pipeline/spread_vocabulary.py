@@ -1,11 +1,11 @@
-"""What each process of test_spread_vocabulary runs: steps, a clipped norm, shards, an export."""
+"""Cases of test_processes: a head that is spread over ranks, with a clipped norm, shards and an export."""
 
 from __future__ import annotations
 
-import sys
+from functools import partial
+from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 import slipstream
@@ -20,10 +20,12 @@ from support.architectures import (
     tokens,
     unsplit_step,
 )
+from support.parallel.group_cases import Case, shared_folder
 from support.pipelines import make_pipe
 
 
-def train(how: str, name: str, folder: str) -> None:
+@no_rounding_inside()
+def train(how: str, name: str) -> None:
     """Two steps of AdamW with clipping follow the unsplit model, and the export has its weights."""
     config = ARCHITECTURES[name]
     replicas = how == "replicas"
@@ -55,7 +57,8 @@ def train(how: str, name: str, folder: str) -> None:
         assert abs(norms[0] - norms[1]) < 1e-9
         for optimizer in optimizers:
             optimizer.step()
-    check_export(pipe, whole, folder)
+    with shared_folder() as folder:
+        check_export(pipe, whole, folder)
 
 
 def check_gradients(pipe: Pipeline, whole: torch.nn.Module) -> None:
@@ -73,17 +76,20 @@ def check_gradients(pipe: Pipeline, whole: torch.nn.Module) -> None:
             assert len(shard.parameter) <= -(-len(gradient) // pipe.num_ranks)
 
 
-def check_export(pipe: Pipeline, whole: torch.nn.Module, folder: str) -> None:
+def check_export(pipe: Pipeline, whole: torch.nn.Module, folder: Path) -> None:
     pipe.save_pretrained(folder)
     read = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     for name, parameter in whole.named_parameters():
         torch.testing.assert_close(read.get_parameter(name), parameter, rtol=1e-8, atol=1e-10)
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    with no_rounding_inside():
-        train(*sys.argv[1:])
-    dist.barrier()
-    dist.destroy_process_group()
+CASES: dict[str, Case] = {
+    f"{how}, {name}": partial(train, how, name)
+    for how, names in {
+        "1f1b": ("llama, tied", "llama"),
+        "zb-h1": ("gpt2", "llama"),
+        "zb-v": ("gemma3", "llama"),
+        "replicas": ("llama, tied", "llama"),
+    }.items()
+    for name in names
+}

@@ -1,8 +1,7 @@
-"""What each process of test_token_outputs runs: a vocabulary of 61 ids cut over two ranks, stages, and replicas."""
+"""Cases of test_processes: logits of a vocabulary of 61 ids cut over two ranks, of stages, and of replicas."""
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from slipstream import Pipeline, Precision, Runtime, make_mesh
 from support.architectures import ARCHITECTURES, BOUND, build, labels_of, no_rounding_inside, tokens
-from support.parallel.group_cases import by_name, run_cases
+from support.parallel.group_cases import by_name
 from support.ragged_batches import batch_of
 
 
@@ -52,6 +51,3 @@ def stages_and_replicas() -> None:
 
 
 CASES = by_name(tensor_ranks, stages_and_replicas)
-
-if __name__ == "__main__":
-    run_cases(CASES, sys.argv[1:])

@@ -1,0 +1,30 @@
+"""Orders of a schedule's actions at random, as the rules allow them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from random import Random
+
+from slipstream import Action, Schedule
+from slipstream.schedule import predecessors
+
+
+def by_rank(order: Iterable[Action], placement: tuple[int, ...], num_ranks: int) -> tuple[tuple[Action, ...], ...]:
+    """The actions of each rank, in this order."""
+    rows: list[list[Action]] = [[] for _ in range(num_ranks)]
+    for action in order:
+        rows[placement[action.stage]].append(action)
+    return tuple(map(tuple, rows))
+
+
+def random_order(schedule: Schedule, random: Random) -> Schedule:
+    """The schedule with its actions in any order."""
+    left = {action: {*predecessors(action, schedule)} for action in schedule.positions}
+    order: list[Action] = []
+    while left:
+        order.append(random.choice([action for action, before in left.items() if not before]))
+        del left[order[-1]]
+        for before in left.values():
+            before.discard(order[-1])
+    return replace(schedule, actions=by_rank(order, schedule.placement, schedule.num_ranks))
