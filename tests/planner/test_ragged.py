@@ -26,9 +26,11 @@ from support.step_problems import problems, rates, sliced
 STATE = 3000.0
 
 
-@examples(18)
-@given(problems() | problems(limited=True))
-def test_a_plan_is_valid_and_takes_as_long_as_it_says(problem: StepProblem) -> None:
+@pytest.mark.parametrize("limited", [False, True])
+@examples(10)
+@given(data=st.data())
+def test_a_plan_is_valid_and_takes_as_long_as_it_says(limited: bool, data: st.DataObject) -> None:
+    problem = data.draw(problems(limited=limited))
     plan = find_step_plan(problem)
     plan.check(problem.lengths)  # each sequence once, and slices that add up to them
     validate(plan.schedule)

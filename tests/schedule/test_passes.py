@@ -36,7 +36,7 @@ from slipstream.simulator.time_kernel import run_rows
 from support.examples import examples
 from support.schedules import named_schedules, random_schedules
 
-orders = random_schedules(plain=True).map(lambda made: made[1]) | named_schedules(most_ranks=3)
+ORDERS = {"random": random_schedules(plain=True).map(lambda made: made[1]), "named": named_schedules(most_ranks=3)}
 
 
 def without(schedule: Schedule, *ops: Op) -> tuple[tuple[Action, ...], ...]:
@@ -81,9 +81,11 @@ def test_recomputation_fills_a_wait_before_another_action(alive: int, row: str) 
     assert " ".join(map(str, add_recompute(schedule, alive=alive).actions[0])) == row
 
 
+@pytest.mark.parametrize("kind", ORDERS)
 @examples(150)
-@given(orders, st.integers(1, 3), st.data())
-def test_recomputation_is_complete_bounded_and_never_later(schedule: Schedule, alive: int, data: st.DataObject) -> None:
+@given(alive=st.integers(1, 3), data=st.data())
+def test_recomputation_is_complete_bounded_and_never_later(kind: str, alive: int, data: st.DataObject) -> None:
+    schedule = data.draw(ORDERS[kind])
     recomputed = add_recompute(schedule, alive=alive)
     assert add_recompute(schedule, alive=alive, run=run_rows) == recomputed
     validate(recomputed)
@@ -98,9 +100,13 @@ def test_recomputation_is_complete_bounded_and_never_later(schedule: Schedule, a
     assert some <= stages
 
 
+@pytest.mark.parametrize("kind", ORDERS)
 @examples(150)
-@given(orders, st.floats(0, 1) | st.just(1.0), st.integers(0, 3), st.booleans())
-def test_offload_takes_those_that_wait_longest(schedule: Schedule, share: float, ahead: int, again: bool) -> None:
+@given(data=st.data(), share=st.floats(0, 1) | st.just(1.0), ahead=st.integers(0, 3), again=st.booleans())
+def test_offload_takes_those_that_wait_longest(
+    kind: str, data: st.DataObject, share: float, ahead: int, again: bool
+) -> None:
+    schedule = data.draw(ORDERS[kind])
     if again:
         schedule = add_recompute(schedule)
     moved = add_offload(schedule, share, ahead)

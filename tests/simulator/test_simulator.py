@@ -173,13 +173,19 @@ def planned_schedules(draw: st.DrawFn) -> Schedule:
     return cached_schedule(shape, draw(st.booleans()), draw(st.sampled_from([0.0, 0.5, 1.0]))).schedule
 
 
+@pytest.mark.parametrize(
+    "strategy", [planned_schedules(), named_schedules(most=7, ragged=True)], ids=["planned", "ragged"]
+)
 @examples(150)
-@given(planned_schedules() | named_schedules(most=7, ragged=True), st.integers(0, 2**32))
-def test_every_action_ends_when_it_does_in_the_simulator(schedule: Schedule, seed: int) -> None:
+@given(data=st.data(), seed=st.integers(0, 2**32))
+def test_every_action_ends_when_it_does_in_the_simulator(
+    strategy: st.SearchStrategy[Schedule], data: st.DataObject, seed: int
+) -> None:
     """Random times of stages, slices, links and copies to the host, of all microbatches or of each.
 
     Receives posted at the start make the lowered schedule take as long.
     """
+    schedule = data.draw(strategy)
     rng, stages = random.Random(seed), range(schedule.num_stages)
     latency, bandwidth = rng.choice([0, rng.random()]), rng.choice([None, 0.5, 5.0])
 
