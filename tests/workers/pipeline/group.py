@@ -1,5 +1,7 @@
-"""Runs cases of the programs beside it, one after the other in one group of processes, which take longer to start than
-most cases to run: group.py PROGRAM/CASE ... Of `staged`, cases of processes.py with messages by way of host memory."""
+"""Runs cases of the programs beside it, one after the other in one group of processes: group.py PROGRAM/CASE ...
+
+Of `staged`, cases of processes.py with messages by way of host memory.
+"""
 
 from __future__ import annotations
 
