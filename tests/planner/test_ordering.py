@@ -30,6 +30,7 @@ from slipstream.simulator import simulate
 from slipstream.simulator.costs import MicrobatchCost, TableCost, UnitCost
 from slipstream.simulator.time_kernel import makespan, peak, start_times
 from support.examples import examples
+from support.random_orders import partly_split
 from support.schedules import named_schedules
 
 EFFORT = 1e5  # a fraction of a second
@@ -91,23 +92,6 @@ def limits(problem: Instance, factor: float) -> list[float]:
     return [factor * sum(size for (g, _), size in sizes if problem.placement[g] == rank) for rank in rows]
 
 
-def random_order(problem: OrderingProblem, pick: random.Random) -> Schedule:
-    """Any order that can run, some backwards split."""
-    backwards = [action for row in problem.whole.actions for action in row if action.op is Op.B]
-    chosen = {action for action in backwards if pick.random() < 0.5}
-    rows = [
-        [half for a in row for half in ([a.with_op(Op.I), a.with_op(Op.W)] if a in chosen else [a])]
-        for row in problem.whole.actions
-    ]
-    unordered = problem.schedule_of(rows)
-    order, waiting = [], [action for row in rows for action in row]
-    while waiting:
-        ready = [action for action in waiting if all(b in order for b in predecessors(action, unordered))]
-        order.append(pick.choice(ready))
-        waiting.remove(order[-1])
-    return problem.schedule_of([[a for a in order if problem.placement[a.stage] == rank] for rank in range(len(rows))])
-
-
 @examples(60)
 @given(st.integers(0, 2**32), st.sampled_from([0, 0.3, 5]), st.sampled_from([None, 0.7, 3.0]))
 def test_compiled_simulator_is_the_simulator(seed: int, latency: float, bandwidth: float | None) -> None:
@@ -117,7 +101,7 @@ def test_compiled_simulator_is_the_simulator(seed: int, latency: float, bandwidt
     cost = replace(small.cost, latency=latency, bandwidth=bandwidth, message_bytes=sizes)
     cost = replace(cost, times={key: seconds * pick.uniform(0.5, 2) for key, seconds in cost.times.items()})
     problem = OrderingProblem(small.placement, small.num_microbatches, small.num_slices, cost, reach=small.reach)
-    schedule = random_order(problem, pick)
+    schedule = partly_split(problem, pick)
     timeline = simulate(schedule, cost)
     order, split = problem.order(schedule)
     graph = problem.graph(split)
@@ -146,7 +130,7 @@ def test_annealing_gives_the_best_it_found(seed: int) -> None:
     pick = random.Random(seed)
     small = instance(pick, most_units=24)
     problem = OrderingProblem(*arguments(small), reach=small.reach)
-    order, split = problem.order(random_order(problem, pick))
+    order, split = problem.order(partly_split(problem, pick))
     before = [part.copy() for part in (*order, split)]
     graph = problem.graph(split)
     first = makespan(graph, start_times(graph, order))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from hypothesis import strategies as st
 
 from slipstream.schedule import SCHEDULES, Action, Op, Schedule, make_schedule
+from support.random_orders import by_rank
 
 
 @st.composite
@@ -61,11 +62,7 @@ class Problem:
         return edges
 
     def schedule(self, order: list[Action]) -> Schedule:
-        rows: list[list[Action]] = [[] for _ in range(self.num_ranks)]
-        for action in order:
-            rows[self.placement[action.stage]].append(action)
-        actions = tuple(map(tuple, rows))
-        counts = self.slice_counts
+        actions, counts = by_rank(order, self.placement, self.num_ranks), self.slice_counts
         return Schedule("random", actions, self.placement, self.num_microbatches, max(counts), self.reach, counts)
 
 

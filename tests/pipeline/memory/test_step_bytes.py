@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from slipstream.errors import SlipstreamError
 from slipstream.pipeline.memory.linear_memory import LinearMemoryModel, Slices, rows_to_rehearse
-from slipstream.planner.order.ordering_problem import OrderingProblem
-from slipstream.schedule import Action, Op, Schedule, add_communication, add_recompute, add_reductions
+from slipstream.planner.order.ordering_problem import OrderingProblem, StepActions
+from slipstream.schedule import Op, Schedule, add_communication, add_recompute, add_reductions
 from slipstream.simulator import Footprint, MemoryTable, StageSlice, UnitCost, memory_of
 from support.examples import examples
-from support.random_orders import random_order
+from support.random_orders import partly_split
 from support.step_problems import PLACEMENTS
 
 OPS = (Op.F, Op.B, Op.I, Op.W)
@@ -30,7 +30,8 @@ def test_an_order_holds_what_it_holds_lowered(data: st.DataObject) -> None:
     row = st.lists(st.sampled_from([1, 2, 64, 100]) | st.integers(1, 700), min_size=1, max_size=6).map(tuple)
     slices = data.draw(st.lists(row, min_size=1, max_size=6))
     rows, table = random_rows(random, len(placement))
-    schedule = partly_split(random, placement, [*map(len, slices)])
+    step = StepActions(placement, [*map(len, slices)])
+    schedule = partly_split(step, random, share=random.choice([0.0, 0.5, 1.0]))
     if data.draw(st.booleans()):
         schedule = add_reductions(schedule)
     full = [rank.peak for rank in memory_of(add_communication(schedule), [*map(table, slices)])]
@@ -56,19 +57,6 @@ def test_long_waits_fill_the_buffers_of_messages() -> None:
     schedule = Schedule("flush", actions, placement, 2, 12, slice_counts=(12, 3))
     full = [rank.peak for rank in memory_of(add_communication(schedule), [*map(table, slices)])]
     assert rows.order_bytes(schedule, slices).rank_peaks() == pytest.approx(full, rel=1e-9)
-
-
-def partly_split(random: Random, placement: tuple[int, ...], counts: list[int]) -> Schedule:
-    """Any order that keeps to the rules, with some of its backwards split."""
-    problem = OrderingProblem(placement, len(counts), counts, UnitCost())
-    split = random.choice([0.0, 0.5, 1.0])
-    rows: list[list[Action]] = []
-    for row in problem.whole.actions:
-        rows.append([])
-        for each in row:
-            halves = each.op is Op.B and random.random() < split
-            rows[-1] += [each.with_op(Op.I), each.with_op(Op.W)] if halves else [each]
-    return random_order(problem.schedule_of(rows), random)
 
 
 def random_rows(random: Random, num_stages: int) -> tuple[LinearMemoryModel, Callable[[Slices], MemoryTable]]:
