@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from benchmarks.papers import gpipe, measured_steps, megatron, megatron_studies, terapipe, zero3
 
@@ -219,6 +220,18 @@ def test_what_stages_had_allocated_is_within_3_percent_of_the_account() -> None:
     found = [abs(stage["error"]) for stage in stages]
     assert sum(found) / len(found) < 0.01
     assert max(found) < 0.03
+
+
+def test_what_seq1f1b_keeps_of_one_microbatch_stays_to_the_end() -> None:
+    """All other keys, and gradients of keys, are freed."""
+    row = next(row for row in measured_steps.rows() if row.text["id"] == "397")
+    candidate = row.candidate(1.0)
+    account, slices = candidate.bytes, candidate.times.slices
+    found = measured_steps.with_keys_by_slice(account, slices)
+    left = np.bincount(account.arrays.rank, found.leaves - account.leaves)
+    keys = account.context[account.arrays.firsts[:-1]]
+    assert keys.min() > 0
+    assert left == pytest.approx(keys * (1 + slices[0] / sum(slices)))
 
 
 def test_slices_of_published_steps_have_equally_many_operations() -> None:
