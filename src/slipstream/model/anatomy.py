@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -67,6 +67,8 @@ class ModelAnatomy:
     attends_itself: bool = False  # whether layers attend by code of their own, not through AttentionInterface
     kept_whole: tuple[tuple[str, str], ...] = ()  # layers, head or embedding of this model that can't be cut, and why
     separate_ends: frozenset[ModelEnd] = frozenset()  # those that are stages of their own, without any layer
+    # The key by which this process remembers what the toy has shown, so that none is made for what is known.
+    toy: Hashable = field(default=None, repr=False, compare=False)
 
     @property
     def second_names(self) -> frozenset[str]:
@@ -102,14 +104,6 @@ class ModelAnatomy:
 _found: dict[Hashable, tuple[ModelAnatomy, bool]] = {}
 
 
-def architecture_key(config: PretrainedConfig, anatomy: ModelAnatomy | None, model: nn.Module) -> Hashable:
-    """Returns the key by which this process remembers the findings on a toy of an architecture: the configuration
-    but for where it was read, the names of its parts, and the forwards of its modules' classes, which somebody may
-    replace."""
-    forwards = frozenset((type(module), type(module).forward) for module in model.modules())
-    return str(config.to_dict() | {"_name_or_path": ""}), repr(anatomy), forwards
-
-
 def find_anatomy(config: PretrainedConfig) -> ModelAnatomy:
     """Returns the anatomy of `config`'s architecture, found by a toy of it, which runs once in this process.
 
@@ -119,11 +113,13 @@ def find_anatomy(config: PretrainedConfig) -> ModelAnatomy:
     check_is_causal_lm(config)
     try:
         model = toy_model(config)
-        key = architecture_key(model.config, None, model)
+        # But for where the configuration was read; somebody may replace the forward of a class.
+        forwards = frozenset((type(module), type(module).forward) for module in model.modules())
+        key = str(model.config.to_dict() | {"_name_or_path": ""}), forwards
         with full_precision():
             if key not in _found:
                 toy = WatchedToy(model, toy_tokens(config))
-                _found[key] = _anatomy_of(config, toy), takes_more(model, toy.every_layer)
+                _found[key] = replace(_anatomy_of(config, toy), toy=key), takes_more(model, toy.every_layer)
             anatomy, takes_tensors = _found[key]
             if anatomy.attends_itself:
                 check_own_attention(config)

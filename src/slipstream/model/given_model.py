@@ -76,8 +76,9 @@ def compare_with_config(model: PreTrainedModel, adapter: Adapter | None = None) 
     Raises SlipstreamError where no configuration of a causal LM could describe the model.
     """
     check_is_causal_lm(model.config)
-    config = _described(model)
-    reference = TrainedWeights(adapter=adapter).apply(meta_model(config))
+    reference = meta_model(model.config)
+    config = _described(model, reference)
+    reference = TrainedWeights(adapter=adapter).apply(reference if config is model.config else meta_model(config))
     changes = list(_changes(model, reference))
     groups, expected = _same_parameters(model), _same_parameters(reference)
     parted = [names for names in expected.values() if len({groups.get(name, (name,)) for name in names}) > 1]
@@ -101,11 +102,10 @@ def compare_with_config(model: PreTrainedModel, adapter: Adapter | None = None) 
     return GivenModel(config, tuple(changes), tuple(sorted(shared)), tuple(renumbered), tuple(hooked))
 
 
-def _described(model: PreTrainedModel) -> PretrainedConfig:
-    """Returns a configuration that describes the model's number of layers, and whether its head is tied."""
-    config = model.config
-    reference = meta_model(config)
-    text = config.get_text_config()
+def _described(model: PreTrainedModel, reference: PreTrainedModel) -> PretrainedConfig:
+    """Returns a configuration that describes the model's number of layers, and whether its head is tied: its own where
+    that does, of which the reference is."""
+    config, text = model.config, model.config.get_text_config()
     count: int | None = getattr(text, _GROWS, None)
     changed: dict[str, Any] = {}
     for name, layers in _lists(reference).items():

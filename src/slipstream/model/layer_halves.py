@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from slipstream.errors import SlipstreamError
-from slipstream.model.anatomy import LayerPart, ModelAnatomy, architecture_key
+from slipstream.model.anatomy import LayerPart, ModelAnatomy
 from slipstream.model.attached_code import copy_with_shared_weights
 from slipstream.model.cutting import keep_half, second_half
 from slipstream.model.hooks.crossing_tensors import first_output, hidden_states, with_hidden_states
@@ -45,8 +45,7 @@ def halves_or_none(config: PretrainedConfig, anatomy: ModelAnatomy) -> tuple[Lay
 
     A toy of the same configuration and code isn't tried again in this process.
     """
-    model = toy_model(config)
-    key = architecture_key(model.config, anatomy, model)
+    key = anatomy.toy, repr(anatomy)
     if key not in _found:
         try:
             _found[key] = find_halves(config, anatomy)

@@ -224,13 +224,17 @@ def perturb_parameters(model: nn.Module) -> None:
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
     """Suppresses transformers' messages and progress bars about steps the user did not ask for."""
-    verbosity, shows_progress = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
+    # Of handlers, as hundreds of transformers' loggers forget what they know where the level of theirs is set.
+    levels = [(handler, handler.level) for handler in logging.get_logger().handlers]
+    shows_progress = logging.is_progress_bar_enabled()
+    for handler, level in levels:
+        handler.setLevel(max(level, logging.ERROR))
     logging.disable_progress_bar()
     try:
         yield
     finally:
-        logging.set_verbosity(verbosity)
+        for handler, level in levels:
+            handler.setLevel(level)
         if shows_progress:
             logging.enable_progress_bar()
 
