@@ -303,7 +303,7 @@ def test_bounds_and_quick_orders_enclose_the_best_order(
     found = find_order(placement, microbatches, len(slices), table, effort=2e5)
     seconds = {op: units.stage_seconds(op, bounds) for op in OPS}
     least = np.max(rank_bounds(seconds, np.array(placement), [0], units.message_seconds, microbatches))
-    quick = min(QuickOrder(placement, microbatches, len(slices), True).seconds(units, bounds).values())
+    quick = min(QuickOrder(placement, microbatches, len(slices), True).seconds(units, bounds, None).values())
     best = simulate(found, table).makespan
     assert least <= best * (1 + 1e-9)
     assert least * (1 - 1e-9) <= quick <= 2 * best

@@ -376,6 +376,18 @@ def test_a_joint_plan_keeps_to_the_memory_of_the_device() -> None:
     assert best.peak_memory <= limit < free.peak_memory
 
 
+@pytest.mark.more
+def test_a_joint_plan_within_the_memory_is_found_where_the_best_without_a_limit_does_not_fit() -> None:
+    """With half its memory, and nothing computed again: shorter than any named schedule, and hardly longer."""
+    options = replace(TWO_RANKS, offload=(0.0,), recompute=("none",))
+    free = search_plans(counted_llama(), SEQ_LEN, 4, options=replace(options, schedule=("auto",))).best
+    limited = search_plans(counted_llama(), SEQ_LEN, 4, options=replace(options, memory_limit=free.peak_memory / 2))
+    (named,) = (each.prediction for each in limited.alternatives if each.choice == "schedule")
+    assert limited.best.configuration.schedule == "auto"
+    assert limited.best.peak_memory <= free.peak_memory / 2
+    assert limited.best.step_seconds < 1.002 * free.step_seconds < 0.98 * named.step_seconds
+
+
 def test_where_only_named_schedules_fit_the_error_says_which() -> None:
     """A pipeline of one rank has nothing to search together."""
     options = replace(TWO_RANKS, pipeline_parallel=(1,), data_parallel=(2,), schedule=("auto",))

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import product
+from itertools import groupby, product
 from math import inf
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -102,11 +103,7 @@ class QuickOrder:
         self.rules = tuple(PriorityRule(*rule) for rule in grid if rule[0] != "none" or rule[3] == 0)
 
     def seconds(
-        self,
-        units: SlicedUnits,
-        bounds: tuple[int, ...],
-        room: Floats | None = None,
-        rules: tuple[PriorityRule, ...] = (),
+        self, units: SlicedUnits, bounds: tuple[int, ...], room: Floats | None, rules: tuple[PriorityRule, ...] = ()
     ) -> dict[PriorityRule, float]:
         """Returns the seconds of a step by each of the rules, by default all; infinite where nothing fits.
 
@@ -274,20 +271,23 @@ class PlacementSearch:
         """Returns the largest bound of a rank with all of its stages, and the sum of their squares, which tells even
         ranks from uneven ones, of each cut."""
         units, bounds = self.units(slices), np.array(cuts, np.int64)
-        done, sent = rank_bounds(
-            {op: units.stage_seconds(op, bounds) for op in OPS},
-            self.ranks,
-            [0],
-            units.message_seconds,
-            self.problem.num_microbatches,
-            (bounds[:, 1:] <= self.problem.costs.num_frozen_units).sum(axis=1),
-        )
+        seconds = {op: units.stage_seconds(op, bounds) for op in OPS}
+        num_frozen = (bounds[:, 1:] <= self.problem.costs.num_frozen_units).sum(axis=1)
+        counts = self.problem.num_microbatches, num_frozen
+        done, sent = rank_bounds(seconds, self.ranks, [0], units.message_seconds, *counts)
         table = np.maximum(done, sent)[:, np.unique(self.ranks, return_index=True)[1]]
         return [*zip(table.max(axis=1).tolist(), (table**2).sum(axis=1).tolist(), strict=True)]
 
     def rough_bound(self, candidate: Candidate) -> float:
         """Returns a lower bound of the step, less close than `bound`, in a fraction of its time."""
         return self._rank_bounds(candidate.slices, [candidate.bounds])[0][0]
+
+    def _rough_bounds(self, candidates: Sequence[Candidate]) -> Iterator[tuple[Candidate, float]]:
+        """Yields candidates with their bounds, which are computed at once for neighbours with the same slices."""
+        for slices, alike in groupby(candidates, key=attrgetter("slices")):
+            same = [*alike]
+            bounds = self._rank_bounds(slices, [candidate.bounds for candidate in same])
+            yield from zip(same, (bound for bound, _ in bounds), strict=True)
 
     def _simulated(self, candidate: Candidate) -> float:
         """The seconds of the candidate in a good order; of the rules only the best for its number of slices count."""
@@ -327,14 +327,10 @@ class PlacementSearch:
 
         problem = self.problem
         step, most = max(problem.granularity, problem.seq_len // _EXACT_CUTS), problem.slice_counts[-1]
+        number = problem.num_microbatches
         while True:
             slicing = slice_tokens(
-                time(Op.F),
-                problem.seq_len,
-                problem.num_ranks,
-                step,
-                backward=time(Op.B),
-                num_microbatches=problem.num_microbatches,
+                time(Op.F), problem.seq_len, problem.num_ranks, step, backward=time(Op.B), num_microbatches=number
             )
             if len(slicing.slices) <= most or 2 * step > problem.longest:
                 return self._evened(Candidate(bounds, slicing.slices))
@@ -365,14 +361,17 @@ class PlacementSearch:
 
     def _descend(self, candidate: Candidate) -> None:
         """Changes one thing at a time, until no change makes the simulated step shorter or the effort is used up."""
-        now = self._simulated(candidate)
-        changes, index, failed = self.changes(candidate), 0, 0
-        while failed < len(changes) and self._effort > 0:
-            changed = changes[index % len(changes)]
-            index, failed = index + 1, failed + 1
-            if self.rough_bound(changed) < now and (seconds := self._simulated(changed)) < now * (1 - 1e-6):
-                candidate, now, failed = changed, seconds, 0
-                changes = self.changes(candidate)
+        now, first = self._simulated(candidate), 0
+        while changes := self.changes(candidate):
+            first %= len(changes)
+            for number, (changed, bound) in enumerate(self._rough_bounds(changes[first:] + changes[:first]), 1):
+                if self._effort <= 0:
+                    return
+                if bound < now and (seconds := self._simulated(changed)) < now * (1 - 1e-6):
+                    candidate, now, first = changed, seconds, first + number
+                    break
+            else:
+                return
 
     def changes(self, candidate: Candidate) -> list[Candidate]:
         """Returns the candidates one change away."""

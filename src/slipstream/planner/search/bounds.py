@@ -67,8 +67,10 @@ class NewestResults(Generic[_Result]):
 
     def __call__(self, shape: ScheduleShape, *saving: Any) -> _Result:
         key = (shape, *saving)
-        result = self._kept.pop(key) if key in self._kept else self._make(*key)
-        self._kept[key] = result
+        if key in self._kept:
+            self._kept[key] = self._kept.pop(key)
+            return self._kept[key]
+        self._kept[key] = result = self._make(*key)
         while len(self._kept) > 1 and sum(prod(cut.counts) for cut, *_ in self._kept) > self._most:
             del self._kept[next(iter(self._kept))]
         return result

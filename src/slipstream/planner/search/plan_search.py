@@ -209,12 +209,16 @@ class _PlanSearch:
             return
         for start in promising(sorted(self.seconds, key=self.seconds.__getitem__)):
             best = min(map(self.seconds.__getitem__, self._allowed()), default=inf)
+            # An order that was found regardless of copies to the host is hardly ever the best beside them.
+            if start.offload and best < inf:
+                continue
             for configuration in joint_candidates(self.space, start, best, self.report):
                 candidate = SimulatedConfiguration.of(self.space, configuration)
                 if candidate.fits():
                     self.num_simulated += 1
                     self.seconds[configuration] = candidate.seconds
-                    break
+                    if candidate.seconds < best:
+                        break
 
     def nothing_joint(self) -> SlipstreamError:
         """Returns the error where a named schedule fits, but isn't allowed, and the joint search finds nothing."""
@@ -296,12 +300,12 @@ class _PlanSearch:
 
     def _best_with_other(self, choice: str, value: object) -> Configuration | None:
         """Returns the best simulated one; a few more are simulated where there is none yet."""
-        others = (c for c in self.frontier.others(choice, value) if c not in self.too_large)
-        until = self.num_scheduled + _MOST_SCHEDULED
-        for configuration in islice(others, _MOST_TRIED):
-            if any(getattr(c, choice) != value for c in self.seconds) or self.num_scheduled >= until:
-                break
-            self.simulate(configuration)
+        if not any(getattr(c, choice) != value for c in self.seconds):
+            others = (c for c in self.frontier.others(choice, value) if c not in self.too_large)
+            until = self.num_scheduled + _MOST_SCHEDULED
+            for configuration in islice(others, _MOST_TRIED):
+                if self.simulate(configuration) is not None or self.num_scheduled >= until:
+                    break
         found = [c for c in self.seconds if getattr(c, choice) != value]
         return min(found, key=self.seconds.__getitem__, default=None)
 
@@ -478,9 +482,8 @@ def joint_candidates(
     for offload, plan in product(dict.fromkeys((0.0, start.offload)), plans):
         if allows("recompute", "none") and allows("offload", offload):
             yield added(_split(plan) if _saves(start) else plan, "none", offload)
-    # What isn't fast enough without a limit isn't within one. Beside offloading it is hardly ever the best.
-    may_be = (free or not problem.split) and (not start.offload or best == inf)
-    if may_be and allows("offload", start.offload) and space.memory < inf:
+    # What isn't fast enough without a limit isn't within one.
+    if (free or not problem.split) and allows("offload", start.offload) and space.memory < inf:
         account = partial(_most_bytes, space, start, problem)
         within = replace(problem, memory_limit=space.memory, account=account, split=True)
         limited = _find(space, start, within, report)
