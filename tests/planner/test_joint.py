@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.array_types import Floats, Ints
-from slipstream.cost import OPS
+from slipstream.cost import OPS, unit_bounds
 from slipstream.errors import SlipstreamError
 from slipstream.planner.joint import JointPlan, JointProblem, OutOfMemoryError, find_joint_plan, find_vocabulary_plan
 from slipstream.planner.joint.joint_search import FinalistSearch, find_spread_plan, placements, spread_costs
@@ -281,6 +281,18 @@ def test_the_bound_of_a_lone_microbatch_is_its_way_through_all_stages() -> None:
     # On rank 1 the last stage waits for the forwards of all others, though the rank has less work than that.
     done, sent = rank_bounds(seconds, np.array(placement), [0], np.zeros(1), split=False)
     assert done.max() < sent.max() == 2 * (1 + 2 + 3 + 4)
+
+
+def test_of_orders_that_take_as_long_the_one_that_holds_less_is_taken() -> None:
+    """By itself the order search finds one here that holds four times as much."""
+    wanted = problem(num_microbatches=16)
+    plan = find_joint_plan(wanted)
+    table = SlicedUnits(wanted.costs, plan.slices).table(unit_bounds(plan.partition, 4, 2))
+    fastest = find_order(plan.schedule.placement, 16, len(plan.slices), table, effort=0.1 * wanted.effort)
+    taken, shortest = (simulate(schedule, table) for schedule in (plan.schedule, fastest))
+    assert taken.makespan == pytest.approx(plan.seconds)
+    assert taken.makespan <= 1.001 * shortest.makespan
+    assert max(taken.peak_memory) < 0.5 * max(shortest.peak_memory)
 
 
 @examples(30)

@@ -120,11 +120,9 @@ class FirstSteps:
             sizes = microbatch_bytes(problem, rates)
             room = [size + share * (self._limit - peak) for size, peak in zip(sizes, held.peaks, strict=True)]
             plan = self._found(problem, rates, room)
-            if max(self._held(plan, holds).peaks) > self._limit:
-                high = share
-            else:
-                fitting.append(plan)
-                low = share
+            fits = max(self._held(plan, holds).peaks) <= self._limit
+            fitting += [plan] * fits
+            low, high = (share, high) if fits else (low, share)
             if low == 1:
                 break
             share = (low + high) / 2
@@ -162,11 +160,9 @@ class FirstSteps:
 
 def _nothing_fits(limit: float, peaks: Sequence[float], reorders: bool, recompute: str | int) -> SlipstreamError:
     rank = max(range(len(peaks)), key=peaks.__getitem__)
-    what, instead = (
-        ("no order fits: with one microbatch at a time", "")
-        if reorders
-        else ("the schedule that is given holds more:", "schedule='auto', ")
-    )
+    what, instead = "no order fits: with one microbatch at a time", ""
+    if not reorders:
+        what, instead = "the schedule that is given holds more:", "schedule='auto', "
     return SlipstreamError(
         f"memory.limit={limit:.6g} bytes, but {what} rank {rank} holds {peaks[rank]:.0f} bytes ({_KINDS}). Give "
         f"memory.limit={peaks[rank]:.0f} or more, or {instead}{recompute_advice(recompute)}memory.offload=0.5, "

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, product
+from itertools import accumulate
 from math import inf
 
 import numpy as np
@@ -174,11 +174,8 @@ class ObservedSteps:
         whole = [join_backwards(order) if problem.reorders or problem.splits else order for order in orders]
         pairs = [*zip(whole, slicings, strict=True)]
         if problem.splits:
-            pairs = [
-                variant
-                for order, slices in pairs
-                for variant in ((split_backwards(order, everywhere=True), slices), (order, slices))
-            ]
+            split = [(split_backwards(order, everywhere=True), slices) for order, slices in pairs]
+            pairs = [pair for variants in zip(split, pairs, strict=True) for pair in variants]
         self._left = [pairs[0], *pairs]  # the first step warms up
         self._points: defaultdict[tuple[int, Op], list[tuple[int, int, float]]] = defaultdict(list)
         self._latencies: list[float] = []
@@ -210,13 +207,10 @@ class ObservedSteps:
         Where no backward is split, I and W are what a backward would be made of, if it could; where recomputation runs
         as an action of its own, it is part of the backward.
         """
-        seconds = {op: np.zeros((self._num_stages, 3)) for op in OPS}
-        for stage, op in product(range(self._num_stages), OPS):
-            seconds[op][stage] = fit_slice_times(self._points[stage, op])
-        for stage in range(self._num_stages):
-            again = fit_slice_times(self._points[stage, Op.R])
-            seconds[Op.B][stage] += again
-            seconds[Op.I][stage] += again
+        stages = range(self._num_stages)
+        seconds = {op: np.array([fit_slice_times(self._points[stage, op]) for stage in stages]) for op in (*OPS, Op.R)}
+        again = seconds.pop(Op.R)
+        seconds |= {op: seconds[op] + again for op in (Op.B, Op.I)}
         return StageRates(seconds, np.zeros((self._num_stages, 2)), latency=max(0.0, min(self._latencies, default=0.0)))
 
 

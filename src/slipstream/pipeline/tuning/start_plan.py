@@ -279,11 +279,10 @@ def seconds_after(plan: JointPlan, copies: int, shards: int) -> float:
     """Returns the seconds from a rank's last backward to the end of the step, for the rank that takes longest: the sum
     of gradients over ranks with the same weights, and the optimizer, over `shards` of which its state is spread."""
     assert isinstance(plan.costs, ProfileUnits)
-    profile, seconds = plan.costs.profile, [0.0] * plan.schedule.num_ranks
+    profile = plan.costs.profile
     stages = StageParts.of_partition(plan.partition, plan.costs.num_layers, plan.costs.units_per_layer)
-    for stage, rank in zip(stages, plan.schedule.placement, strict=True):
-        seconds[rank] += profile.gradient_seconds(stage, copies) + profile.optimizer_step_seconds(stage, shards)
-    return max(seconds)
+    seconds = [profile.gradient_seconds(each, copies) + profile.optimizer_step_seconds(each, shards) for each in stages]
+    return float(np.bincount(plan.schedule.placement, seconds).max())
 
 
 def _most_bytes(

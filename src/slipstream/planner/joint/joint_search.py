@@ -151,15 +151,16 @@ def _best(searches: list[PlacementSearch]) -> JointPlan | None:
     """Returns the best of the placements' plans, or that with the dynamic program's slices where it is better yet."""
     finals = FinalistSearch([search for search in searches if search.is_promising])
     finals.run()
-    ordered = [(search.plan(best), search) for search, best in finals.best.items() if best]
-    plans = sorted(((plan, search) for plan, search in ordered if plan), key=lambda pair: pair[0].seconds)
+    ordered = [(search.plan(best), search, best) for search, best in finals.best.items() if best]
+    plans = sorted(((plan, search, best) for plan, search, best in ordered if plan), key=lambda pair: pair[0].seconds)
     if not plans:
         return None
-    best, winner = plans[0]
+    best, winner, candidate = plans[0]
     exact = winner.plan(winner.exact) if winner.exact and winner.fits(winner.exact) else None
-    if exact is not None:
-        best = replace(min(best, exact, key=lambda plan: plan.seconds), exact=exact)
-    rejected = [plan for plan, _ in plans[1:]]
+    if winner.exact and exact is not None and exact.seconds < best.seconds:
+        best, candidate = exact, winner.exact
+    best = replace(winner.holding_less(candidate, best), exact=exact)
+    rejected = [plan for plan, *_ in plans[1:]]
     ideal = min(plan.ideal for plan in (best, *rejected))
     return replace(best, ideal=ideal, rejected=tuple(replace(plan, ideal=ideal) for plan in rejected))
 

@@ -19,8 +19,8 @@ from slipstream.planner.joint.problem import Candidate, JointPlan, JointProblem,
 from slipstream.planner.joint.unit_costs import SlicedUnits
 from slipstream.planner.order.list_scheduling import ListScheduler, PriorityRule
 from slipstream.planner.order.makespan_bounds import rank_bounds
-from slipstream.planner.order.order_search import find_order, step_lower_bound
-from slipstream.planner.order.ordering_problem import ROUNDING, StepActions, UnitTimes
+from slipstream.planner.order.order_search import find_order, hold_less, step_lower_bound
+from slipstream.planner.order.ordering_problem import ROUNDING, OrderingProblem, StepActions, UnitTimes
 from slipstream.planner.slicing import equal_time_slices, slice_tokens
 from slipstream.schedule import Op, Schedule
 from slipstream.schedule.action_arrays import ActionArrays
@@ -130,7 +130,8 @@ class QuickOrder:
 _COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)  # slices to start from
 _SHARES = (0.0, 0.25, 0.5)  # attention's share of the time, for the first slices
 _STARTS = 5  # improved by local search
-_ORDER_SHARE = 0.1  # of the search's effort, for the best order of a candidate that is left at the end
+# Of the search's effort, for the best order of a candidate that is left at the end, and for one that holds less.
+_ORDER_SHARE, _LESS_SHARE = 0.1, 0.03
 _RULES = 6  # of list scheduling, for all but the first candidate of each number of slices
 # Times the seconds that matter: a longer step in a quick order can't be made as short. Within a memory limit, quick
 # orders are farther from the best ones.
@@ -205,6 +206,14 @@ class PlacementSearch:
             ideal=self.problem.ideal(self.units(candidate.slices)),
             recompute=self.recompute,
         )
+
+    def holding_less(self, candidate: Candidate, plan: JointPlan) -> JointPlan:
+        """Returns the candidate's plan in an order that holds less, where one takes hardly longer."""
+        problem = OrderingProblem(*self._counts(candidate), self._table(candidate), **self._limits(candidate))
+        order = hold_less(problem, plan.schedule, plan.seconds, _LESS_SHARE * self.problem.effort)
+        order = self.units(candidate.slices).without_frozen_backwards(order, candidate.bounds)
+        fits = self.memory is None or self.memory.fits(candidate, order)
+        return replace(plan, schedule=order, seconds=self._makespan(candidate, order)) if fits else plan
 
     def seconds_in_order(self, candidate: Candidate, effort: float) -> float:
         """Returns the seconds of a step in an order that is searched for with this effort; infinite where none was

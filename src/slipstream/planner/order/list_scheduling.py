@@ -100,9 +100,14 @@ def measure_order(
     """Returns a schedule's order and its seconds; None if it doesn't fit the memory."""
     order, split = actions.order(schedule)
     graph = actions.graph_of(times, limits, split)
-    if any(peak(graph, order, rank) > limit for rank, limit in enumerate(graph.limits)):
+    if (peaks(graph, order) > graph.limits).any():
         return None
     return MeasuredOrder(makespan(graph, start_times(graph, order)), order, split)
+
+
+def peaks(graph: ActionGraph, order: ActionOrder) -> Floats:
+    """Returns the most bytes of activations that each rank holds in an order."""
+    return np.array([peak(graph, order, rank) for rank in range(len(graph.limits))])
 
 
 def alone_starts(graph: ActionGraph, microbatch: Ints) -> Floats:

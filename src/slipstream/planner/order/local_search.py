@@ -51,7 +51,7 @@ def anneal(
             _flip(graph, split, unit, times)
         _move(order, rank, source, target, unit + 2 * num_units)
         value, trial = _NEVER, start
-        if peak(graph, order, rank) <= graph.limits[rank]:
+        if graph.limits[rank] == _NEVER or peak(graph, order, rank) <= graph.limits[rank]:
             trial = start_times(graph, order)
             value = makespan(graph, trial)
         threshold = heat * best * (1 - step / num_steps) * -np.log(1 - np.random.random())

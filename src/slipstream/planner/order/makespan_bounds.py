@@ -216,11 +216,8 @@ def _turn_by_turn(graph: ActionGraph, turns: Ints, apart: Floats, paths: _Paths)
     """Returns the longest sum of the path to a turn, from turn to turn, and from the last, over all sizes of steps."""
     first, last = paths.heads[turns].min(), (paths.tails[turns] + graph.seconds[turns]).min()
     least = graph.seconds[turns].min()
-    ways = [0.0]
-    for lag in range(1, len(turns)):
-        steps, left = divmod(len(turns) - 1, lag)
-        ways.append(first + steps * apart[lag] + left * least + last)
-    return max(ways)
+    steps = ((lag, *divmod(len(turns) - 1, lag)) for lag in range(1, len(turns)))
+    return max((first + many * apart[lag] + left * least + last for lag, many, left in steps), default=0.0)
 
 
 def _memory_over_time(graph: ActionGraph, here: Ints, paths: _Paths) -> float:

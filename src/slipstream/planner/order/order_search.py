@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
+from copy import copy
 from itertools import product
 
 import numpy as np
 
 from slipstream.array_types import Floats
-from slipstream.planner.order.list_scheduling import ListScheduler, MeasuredOrder, PriorityRule, measure_order
+from slipstream.planner.order.list_scheduling import ListScheduler, MeasuredOrder, PriorityRule, measure_order, peaks
 from slipstream.planner.order.local_search import anneal
 from slipstream.planner.order.makespan_bounds import makespan_bound
 from slipstream.planner.order.ordering_problem import ROUNDING, OrderingProblem
-from slipstream.schedule import (
-    SCHEDULES,
-    Op,
-    Schedule,
-    SliceCounts,
-    make_schedule,
-    split_backwards,
-)
+from slipstream.schedule import SCHEDULES, Op, Schedule, SliceCounts, make_schedule, split_backwards
 from slipstream.simulator import CostModel
 from slipstream.simulator.action_graph import ActionOrder
 from slipstream.simulator.time_kernel import makespan, start_times
 
-_MAX_TRIALS, _MAX_STEPS, _MAX_JOINS = 600, 15_000, 64  # enough for small problems, whatever effort is left
+_MAX_TRIALS, _MAX_STEPS, _MAX_JOINS = 400, 15_000, 64  # enough for small problems, whatever effort is left
 _HEATS = (0.005, 0.001)
+_ALIKE = 1e-3  # of a step: costs are measured to about a hundredth
+_SHARES, _WORTH = (0.5, 0.25), 0.8  # of what is held: the last is tried first, and what saves less isn't
+_LESS_EFFORT = 1800  # orders, or eighths of all effort, for each of the shares
 
 
 def hand_written(problem: OrderingProblem) -> Iterator[Schedule]:
@@ -43,12 +40,13 @@ def hand_written(problem: OrderingProblem) -> Iterator[Schedule]:
 
 
 class OrderSearch:
-    """The search: the best order so far, and the effort that is left."""
+    """The search: the best order so far, and the effort that is left. It ends with an order of `enough` seconds, by
+    default a lower bound."""
 
-    def __init__(self, problem: OrderingProblem, effort: float) -> None:
+    def __init__(self, problem: OrderingProblem, effort: float, enough: float | None = None) -> None:
         self.problem, self.effort = problem, effort
         self.size = 3 * problem.num_units
-        self.bound = makespan_bound(problem)
+        self.bound = makespan_bound(problem) if enough is None else enough
         self.random = np.random.default_rng(0)
         self.scheduler = ListScheduler(problem, problem.times, problem.limits, problem.split)
         self.best = MeasuredOrder(np.inf, *problem.order(problem.whole))
@@ -109,18 +107,17 @@ class OrderSearch:
                 start = start_times(self.problem.graph(self.best.split), self.best.order)
                 self._try(rule._replace(splitting=max(splits, key=splits.__getitem__)), start + noise)
 
-    def anneal(self) -> None:
+    def anneal(self, heats: Sequence[float] = _HEATS) -> None:
         """Improves the best order by local search, each time at a lower temperature."""
         times = np.stack([self.problem.times.seconds[op] for op in (Op.B, Op.I, Op.W)])
         if not self.problem.split:
             times[1:] = np.inf
-        for seed, heat in enumerate(_HEATS):
-            num_steps = min(int(self.effort / (len(_HEATS) - seed) / self.size * 2), _MAX_STEPS)
+        for seed, heat in enumerate(heats):
+            num_steps = min(int(self.effort / (len(heats) - seed) / self.size * 2), _MAX_STEPS)
             if not self.may_improve() or not num_steps:
                 return
             _, order, split = self.best
-            graph = self.problem.graph(split)
-            annealed = anneal(graph, order, split, times, num_steps, heat, seed)
+            annealed = anneal(self.problem.graph(split), order, split, times, num_steps, heat, seed)
             self.effort -= num_steps * self.size / 2
             self._offer(MeasuredOrder(*annealed))
 
@@ -130,25 +127,18 @@ class OrderSearch:
         for row in self.best.order.by_rank():
             follows = (row[1:] >= 2 * num_units) & (row[:-1] == row[1:] - num_units)
             units += (row[:-1][follows] - num_units).tolist()
-        waiting = [units] if units else []
-        for _ in range(_MAX_JOINS):
-            if not waiting:
-                return
-            units = waiting.pop()
-            joined = self._joined(units)
-            if joined.seconds <= self.best.seconds * (1 + 1e-12):
-                self.best = joined
-            elif len(units) > 1:
-                middle = len(units) // 2
-                waiting += [units[:middle], units[middle:]]
-
-    def _joined(self, units: list[int]) -> MeasuredOrder:
-        split = self.best.split.copy()
-        split[units] = False
-        graph = self.problem.graph(split)
-        rows = [row[graph.exists[row]] for row in self.best.order.by_rank()]
-        order = ActionOrder.of(rows, self.problem.longest_row)
-        return MeasuredOrder(makespan(graph, start_times(graph, order)), order, split)
+        waiting = [units]
+        for joined in waiting:
+            split = self.best.split.copy()
+            split[joined] = False
+            graph = self.problem.graph(split)
+            rows = [row[graph.exists[row]] for row in self.best.order.by_rank()]
+            order = ActionOrder.of(rows, self.problem.longest_row)
+            seconds, middle = makespan(graph, start_times(graph, order)), len(joined) // 2
+            if seconds <= self.best.seconds * (1 + 1e-12):
+                self.best = MeasuredOrder(seconds, order, split)
+            elif middle and len(waiting) < _MAX_JOINS:
+                waiting += [joined[:middle], joined[middle:]]
 
 
 def find_order(
@@ -182,14 +172,31 @@ def find_order(
     """
     problem = OrderingProblem(placement, num_microbatches, num_slices, cost, memory_limit, reach, split)
     search = OrderSearch(problem, effort)
-    search.compare_hand_written()
-    search.compare_rules()
-    search.vary()
-    search.anneal()
-    search.join()
+    for improve in (search.compare_hand_written, search.compare_rules, search.vary, search.anneal, search.join):
+        improve()
     # It is valid: all actions of an order that takes finite seconds can start.
     assert search.best.seconds < np.inf
     return problem.schedule(search.best.order, search.best.split)
+
+
+def hold_less(problem: OrderingProblem, schedule: Schedule, seconds: float, effort: float) -> Schedule:
+    """Returns an order that holds less than the schedule on the rank that holds most, and takes at most a thousandth
+    longer than its `seconds`; where none is found, the schedule."""
+    longest, shares = seconds * (1 + _ALIKE), [*_SHARES]
+    order, split = problem.order(schedule)
+    held, less = peaks(problem.graph(split), order), copy(problem)
+    while shares:
+        less.limits = np.maximum(shares.pop() * held, problem.least_memory) * (1 + ROUNDING)
+        if max(less.limits) >= _WORTH * max(held):
+            continue
+        search = OrderSearch(less, min(effort / 8, _LESS_EFFORT * 3 * problem.num_units), longest)
+        search.compare_rules()
+        search.anneal(_HEATS[-1:])
+        if search.best.seconds <= longest:
+            search.join()
+            held, shares = peaks(problem.graph(search.best.split), search.best.order), [*_SHARES]
+            schedule = problem.schedule(search.best.order, search.best.split)
+    return schedule
 
 
 def step_lower_bound(

@@ -64,10 +64,7 @@ class StepActions:
     """
 
     def __init__(
-        self,
-        placement: Sequence[int],
-        slice_counts: Sequence[int],
-        reach: Sequence[Sequence[int]] | None = None,
+        self, placement: Sequence[int], slice_counts: Sequence[int], reach: Sequence[Sequence[int]] | None = None
     ) -> None:
         self.placement, self.num_ranks = tuple(placement), max(placement, default=-1) + 1
         self.slice_counts, self.num_microbatches = tuple(slice_counts), len(slice_counts)
@@ -232,7 +229,7 @@ class OrderingProblem(StepActions):
         # Where microbatches take the same times, the costs of each action are asked for once.
         self._every = self.arrays_of(_OPS, alike=isinstance(cost, (TableCost, UnitCost)))
         self._held = self._every.each(cost.activation_bytes, among=slice(self.num_units))[: self.num_units]
-        self.limits = tuple(limit * (1 + ROUNDING) for limit in limits)
+        self.limits: Floats = np.array(limits, float) * (1 + ROUNDING)
         for rank, (limit, least) in enumerate(zip(self.limits, self.least_memory.tolist(), strict=True)):
             if not least <= limit:
                 raise SlipstreamError(
