@@ -18,7 +18,7 @@ class NonFiniteError(RuntimeError):
 class StoppedRunError(BaseException):
     """A run was asked to stop, and has; the message says how it goes on. The command line exits with code 75.
 
-    No `Exception`, as a signal may raise it anywhere: where a model's code is tried, that isn't an error of the model.
+    No `Exception`: code that catches errors, as where a model's code is tried, lets it pass.
     """
 
     exit_code = 75  # sysexits.h calls it a temporary failure: to be tried again

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, Never, get_args
 
 from slipstream.errors import SlipstreamError, did_you_mean
 
@@ -167,3 +167,16 @@ def spinner(description: str) -> Iterator[Callable[[str], None]]:
         return
     with console.status(description) as status:
         yield status.update
+
+
+def fail(message: str, code: int, at_once: bool = False) -> Never:
+    """Says an error and exits; `at_once` without taking all modules down first, which takes seconds on a busy machine,
+    or may wait for a rank that is gone, and also where an import would swallow an exception."""
+    if sys.stderr.isatty():
+        print("\033[?25h", end="", file=sys.stderr)  # shows the cursor, which a stopped rank may have hidden
+    sys.stderr.write(f"{message}\n")  # at once: ranks that fail at the same time may share a terminal
+    if at_once:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(code)
+    sys.exit(code)

@@ -1,7 +1,5 @@
 """The `slipstream` command: its subcommands, whose heavy imports wait until they run."""
 
-import os
-import sys
 from typing import Annotated
 
 import typer
@@ -15,7 +13,7 @@ from slipstream.cli.profile import profile
 from slipstream.cli.timeline import timeline
 from slipstream.cli.train import init, runs, train
 from slipstream.errors import InterruptedRunError, NonFiniteError, RankFailedError, SlipstreamError, StoppedRunError
-from slipstream.terminal import at_level
+from slipstream.terminal import at_level, fail
 from slipstream.version import __version__
 
 _INTERRUPTED = 130  # typer's exit code, silently, after Ctrl-C
@@ -63,29 +61,16 @@ def main() -> None:
     try:
         app()
     except SlipstreamError as error:
-        _fail(f"error: {error}", 2)
+        fail(f"error: {error}", 2)
     except NonFiniteError as error:
-        _fail(f"error: {error}", 3)
+        fail(f"error: {error}", 3)
     except StoppedRunError as ending:
-        _fail(str(ending), StoppedRunError.exit_code)
+        fail(str(ending), StoppedRunError.exit_code)
     except RankFailedError as error:
-        _fail(f"error: {error}", 1, at_once=True)
+        fail(f"error: {error}", 1, at_once=True)
     except InterruptedRunError as interruption:
-        _fail(f"interrupted; all ranks have ended; {interruption}", _INTERRUPTED)
+        fail(f"interrupted; all ranks have ended; {interruption}", _INTERRUPTED)
     except SystemExit as ending:
         if ending.code != _INTERRUPTED:
             raise
-        _fail("interrupted; all ranks have ended", _INTERRUPTED)
-
-
-def _fail(message: str, code: int, at_once: bool = False) -> None:
-    """Says an error and exits; `at_once` without taking all modules down first, which takes seconds on a busy machine,
-    or may wait for a rank that is gone."""
-    if sys.stderr.isatty():
-        print("\033[?25h", end="", file=sys.stderr)  # shows the cursor, which a stopped rank may have hidden
-    sys.stderr.write(f"{message}\n")  # at once: ranks that fail at the same time may share a terminal
-    if at_once:
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        os._exit(code)
-    sys.exit(code)
+        fail("interrupted; all ranks have ended", _INTERRUPTED)

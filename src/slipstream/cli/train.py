@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Never
@@ -13,7 +12,7 @@ from typer import Argument, Context, Option
 
 from slipstream.cli.options import Overwrite, TrustRemoteCode, check_new_file
 from slipstream.errors import NOTHING_TO_SAVE, STOP_SIGNALS, SlipstreamError, StoppedRunError
-from slipstream.terminal import make_console, outlast_readers, shows
+from slipstream.terminal import fail, make_console, outlast_readers, shows
 
 _LEAST_FILES, _ENOUGH_FILES = 256, 4096  # and connections: some for each rank and group
 
@@ -41,9 +40,8 @@ def allow_open_files() -> None:
 
 
 def _end_before_the_run(number: int, _frame: FrameType | None) -> Never:
-    """Ends this process, which has started and written nothing, even where an import would swallow an exception."""
-    print(f"{signal.Signals(number).name} {NOTHING_TO_SAVE}", file=sys.stderr, flush=True)
-    os._exit(StoppedRunError.exit_code)
+    """Ends this process, which has no ranks and nothing to save."""
+    fail(f"{signal.Signals(number).name} {NOTHING_TO_SAVE}", StoppedRunError.exit_code, at_once=True)
 
 
 def train(

@@ -19,7 +19,6 @@ from slipstream.launch.rendezvous import (
 )
 from slipstream.launch.stop_request import (
     StopRequest,
-    ended_by_requests,
     launched_error_file,
     watched_local_rank,
     watched_run,

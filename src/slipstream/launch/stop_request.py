@@ -9,19 +9,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
 
-from slipstream.errors import (
-    NOTHING_TO_SAVE,
-    STOP_SIGNALS,
-    NonFiniteError,
-    RankFailedError,
-    SlipstreamError,
-    StoppedRunError,
-)
+from slipstream.errors import STOP_SIGNALS, NonFiniteError, RankFailedError, SlipstreamError, StoppedRunError
 from slipstream.watchdog import WatchSettings, end_watch, explain_loss, open_hub, start_watch, supervised_hub
 
 if TYPE_CHECKING:
@@ -53,35 +45,6 @@ class RequestCount:
     def ends_at_once(self) -> bool:
         """Whether so many have come that nobody means to wait for a checkpoint."""
         return self._number >= _REQUESTS_TO_END
-
-
-@contextmanager
-def ended_by_requests() -> Iterator[Callable[[], None]]:
-    """Lets a request to stop end the body by StoppedRunError, as there is nothing in it to save. Yields a function that
-    raises it once more, should code that catches everything have swallowed it.
-    """
-    came: list[StoppedRunError] = []
-
-    def end(number: int, _frame: FrameType | None) -> None:
-        name = signal.Signals(number).name
-        came.append(StoppedRunError(f"{name} {NOTHING_TO_SAVE}"))
-        raise came[0]
-
-    def end_if_asked() -> None:
-        if came:
-            raise came[0]
-
-    handlers = {signal_number: signal.signal(signal_number, end) for signal_number in STOP_SIGNALS}
-    try:
-        yield end_if_asked
-    except Exception as error:
-        if came:
-            raise came[0] from error
-        raise
-    finally:
-        for signal_number, handler in handlers.items():
-            signal.signal(signal_number, handler)
-    end_if_asked()
 
 
 class StopRequest:

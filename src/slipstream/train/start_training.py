@@ -16,7 +16,6 @@ from slipstream.launch import (
     ForkServer,
     Progress,
     RegroupedError,
-    ended_by_requests,
     fork_server,
     has_launcher,
     launch_ranks,
@@ -43,7 +42,7 @@ def start_training(config: Config) -> None:
     Raises:
         SlipstreamError: for bad input, before a rank is started.
         RankFailedError: if a rank ended early, after `training.max_restarts` more starts.
-        StoppedRunError: if the run was asked to stop.
+        StoppedRunError: if the ranks were asked to stop.
         InterruptedRunError: after Ctrl-C, where there is a checkpoint to go on from; KeyboardInterrupt where not.
     """
     if has_launcher():
@@ -55,12 +54,11 @@ def start_training(config: Config) -> None:
     for module in _RUN_BY_RANKS:
         import_module(module)
     # before anything below starts threads or looks for GPUs
-    with ended_by_requests() as end_if_asked, fork_server() as server:
+    with fork_server() as server:
         check_machine(config)
         inputs = preflight(config, progress)
         if inputs.is_finished:
             return
-        end_if_asked()
         with FolderLock(folder.path, progress.warn) as lock, _said_how_to_go_on(config, inputs.model_config):
             inputs.write()
             go_on_in(folder.log)
