@@ -10,8 +10,7 @@ from itertools import pairwise
 import numpy as np
 
 from slipstream.errors import SlipstreamError
-from slipstream.model import IGNORED
-from slipstream.train.data.sequences import PADDING, JoinedSequences, Row, TextSequences, TrainingSequences
+from slipstream.train.data.sequences import JoinedSequences, Row, TextSequences, TrainingSequences
 from slipstream.train.data.tokenised_text import Array, TokenisedText
 
 
@@ -43,23 +42,18 @@ class PackedSequences(TextSequences):
         """Returns the tokens of a sequence: all have as many."""
         return self.seq_len
 
-    def row(self, index: int) -> Row:
-        """Returns one sequence."""
+    def _spans(self, index: int) -> list[tuple[int, int]]:
         epoch, position = divmod(index, self.num_sequences)
         self._enter(epoch)
         start = int(self._places[position]) * self.seq_len
         stop = start + self.seq_len
         first = int(np.searchsorted(self._starts, start, side="right")) - 1
         last = int(np.searchsorted(self._starts, stop, side="left"))
-        places = range(first, last)  # in this epoch's order, of the documents that are in the sequence
-        parts = [
-            self.text.document(int(self._order[place]))[max(start - begin, 0) : stop - begin]
-            for place, begin in zip(places, self._starts[first:last], strict=True)
+        documents = map(self._span, self._order[first:last])
+        return [
+            (begin + max(start - at, 0), min(begin + stop - at, end))
+            for at, (begin, end) in zip(self._starts[first:last].tolist(), documents, strict=True)
         ]
-        tokens, documents = np.concatenate(parts).astype(np.int64), np.repeat(places, [len(part) for part in parts])
-        rest = (0, self.seq_len - len(tokens))
-        labels = np.pad(tokens, rest, constant_values=IGNORED)
-        return Row(np.pad(tokens, rest), labels, np.pad(documents, rest, constant_values=PADDING))
 
     def _enter(self, epoch: int) -> None:
         """Draws the orders of an epoch, and computes where each document starts in it."""
@@ -96,18 +90,8 @@ class PackedSamples(TextSequences):
         """The share of tokens that aren't padding."""
         return len(self.text.tokens) / (self.num_sequences * self.seq_len)
 
-    def row(self, index: int) -> Row:
-        """Returns one sequence."""
-        samples = self._contents[self._visits[index]]
-        tokens = np.zeros(self.seq_len, dtype=np.int64)  # any token will do as padding: nothing attends to it
-        labels, documents = np.full_like(tokens, IGNORED), np.full_like(tokens, PADDING)
-        begin = 0
-        for place, sample in enumerate(samples):
-            end = begin + len(self.text.document(sample))
-            tokens[begin:end], labels[begin:end] = self.text.document(sample), self.text.labels_of(sample)
-            documents[begin:end] = place
-            begin = end
-        return Row(tokens, labels, documents)
+    def _spans(self, index: int) -> list[tuple[int, int]]:
+        return [self._span(sample) for sample in self._contents[self._visits[index]]]
 
 
 def best_fit(lengths: Array, room: int) -> list[list[int]]:
@@ -156,14 +140,10 @@ class WholeDocuments(TextSequences):
             raise SlipstreamError("no document of the text has two tokens or more; give more text")
         super().__init__(text, seq_len, seed, sizes)
 
-    def row(self, index: int) -> Row:
-        """Returns one sequence."""
+    def _spans(self, index: int) -> list[tuple[int, int]]:
         piece = self._visits[index]
         begin = int(self._begins[piece])
-        end = begin + int(self._sizes[piece])
-        tokens = self.text.tokens[begin:end].astype(np.int64)
-        labels = tokens.copy() if self.text.labels is None else self.text.labels[begin:end].astype(np.int64)
-        return Row(tokens, labels, None)
+        return [(begin, begin + int(self._sizes[piece]))]
 
 
 def _cut(offsets: Array, seq_len: int) -> tuple[Array, Array]:
@@ -200,11 +180,11 @@ class PreferencePairs(TextSequences):
     def row(self, index: int) -> Row:
         """Returns one pair, with the labels and values of its two documents."""
         first = 2 * self._visits[index]
-        both = slice(int(self.text.offsets[first]), int(self.text.offsets[first + 2]))
-        values = None if self.text.values is None else self.text.values[first : first + 2]
-        labels = self.text.tokens if self.text.labels is None or self.text.prompts_count else self.text.labels
-        documents = np.repeat(np.arange(2), self.text.lengths[first : first + 2])
-        return Row(self.text.tokens[both].astype(np.int64), labels[both].astype(np.int64), documents, values)
+        return super().row(index)._replace(values=None if self.text.values is None else self.text.values[first:][:2])
+
+    def _spans(self, index: int) -> list[tuple[int, int]]:
+        first = 2 * self._visits[index]
+        return [self._span(first), self._span(first + 1)]
 
 
 class Mixture(JoinedSequences):

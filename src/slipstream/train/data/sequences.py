@@ -59,13 +59,11 @@ class Row(NamedTuple):
 
     tokens: Array
     labels: Array
-    documents: Array | None  # None where it is one document
+    documents: Array
     values: Array | None = None  # (documents,) float64, a further argument of the loss
 
     def parts(self) -> list[tuple[Array, Array]]:
         """Returns tokens and labels of each document; padding is none."""
-        if self.documents is None:
-            return [(self.tokens, self.labels)]
         ends = np.flatnonzero(np.diff(self.documents)) + 1
         columns = (np.split(column, ends) for column in (self.tokens, self.labels, self.documents))
         return [(tokens, labels) for tokens, labels, ids in zip(*columns, strict=True) if ids[0] != PADDING]
@@ -114,9 +112,8 @@ class TrainingSequences(ABC):
         rows = [self.row(index) for index in self.share(first, size, replica, num_replicas)]
         if self.packing == "none":
             return _unpacked(rows)
-        tokens, labels = ([torch.from_numpy(row) for row in column] for column in list(zip(*rows, strict=True))[:2])
-        documents = np.stack([row.documents for row in rows if row.documents is not None])
-        return TokenBatch(torch.stack(tokens), torch.stack(labels), torch.from_numpy(documents))
+        columns = [np.stack(column) for column in [*zip(*rows, strict=True)][:3]]
+        return TokenBatch(*map(torch.from_numpy, columns))
 
     def lengths(self, first: int, size: int, replica: int = 0, num_replicas: int = 1) -> list[int]:
         """Returns the tokens of each sequence of `batch`; of each document where they are in groups."""
@@ -186,6 +183,24 @@ class TextSequences(TrainingSequences):
     def length(self, index: int) -> int:
         """Returns the tokens of a sequence, padding included."""
         return int(self._sizes[self._visits[index]])
+
+    def row(self, index: int) -> Row:
+        """Returns one sequence; one of `packing` fixed is filled up with padding, to which nothing attends."""
+        spans = self._spans(index)
+        labels = self.text.tokens if self.text.labels is None or self.text.prompts_count else self.text.labels
+        columns = [np.concatenate([column[begin:end] for begin, end in spans]) for column in (self.text.tokens, labels)]
+        columns.append(np.repeat(np.arange(len(spans)), [end - begin for begin, end in spans]))
+        rest = self.seq_len - len(columns[0]) if self.packing == "fixed" else 0
+        filled = zip(columns, (0, IGNORED, PADDING), strict=True)
+        return Row(*(np.pad(column.astype(np.int64), (0, rest), constant_values=value) for column, value in filled))
+
+    def _span(self, document: int) -> tuple[int, int]:
+        """Returns where a document begins and ends in the text."""
+        return int(self.text.offsets[document]), int(self.text.offsets[document + 1])
+
+    @abstractmethod
+    def _spans(self, index: int) -> list[tuple[int, int]]:
+        """Returns where the documents of a sequence, or their parts in it, begin and end in the text."""
 
 
 class Shuffled:

@@ -145,28 +145,24 @@ class TokenisedText:
         return joined if self.ratings is None else replace(joined, ratings=self.ratings[np.asarray(groups, dtype=int)])
 
     def save(self, folder: Path, name: str) -> None:
-        """Writes `name`.tokens.npy and `name`.offsets.npy, where there are labels `name`.labels.npy, and of documents
-        in groups `name`.group_size.npy, of rated answers `name`.ratings.npy."""
-        np.save(folder / f"{name}.tokens.npy", self.tokens)
-        np.save(folder / f"{name}.offsets.npy", self.offsets)
-        if self.labels is not None:
-            np.save(folder / f"{name}.labels.npy", self.labels)
-        if self.group_size > 1:
-            np.save(folder / f"{name}.group_size.npy", self.group_size)
-        if self.ratings is not None:
-            np.save(folder / f"{name}.ratings.npy", self.ratings)
+        """Writes `name`.tokens.npy and `name`.offsets.npy, and where there are any `name`.labels.npy and the like."""
+        for what in _SAVED:
+            if (value := getattr(self, what)) is not None:
+                np.save(folder / f"{name}.{what}.npy", value)
 
     @classmethod
     def load(cls, folder: Path, name: str) -> TokenisedText:
         """Returns the text that `save` wrote; tokens and labels are read from the disk when they are used."""
-        labels, group_size, ratings = (folder / f"{name}.{what}.npy" for what in ("labels", "group_size", "ratings"))
-        return cls(
-            np.load(folder / f"{name}.tokens.npy", mmap_mode="r"),
-            np.load(folder / f"{name}.offsets.npy"),
-            np.load(labels, mmap_mode="r") if labels.exists() else None,
-            int(np.load(group_size)) if group_size.exists() else 1,
-            ratings=np.load(ratings) if ratings.exists() else None,
-        )
+        files = {what: folder / f"{name}.{what}.npy" for what in _SAVED}
+        there: dict[str, Any] = {
+            what: np.load(file, mmap_mode="r" if what in ("tokens", "labels") else None)
+            for what, file in files.items()
+            if file.exists()
+        }
+        return cls(**there | {"group_size": int(there["group_size"])})
+
+
+_SAVED = ("tokens", "offsets", "labels", "group_size", "ratings")
 
 
 class DocumentWriter:
