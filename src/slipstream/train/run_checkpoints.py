@@ -56,12 +56,16 @@ class RunCheckpoints:
     """Saves and loads the checkpoints in the folder of a run. Every rank makes one. Making one is collective.
 
     `written` gets, on rank 0, the record of each checkpoint that is complete.
+
+    Attributes:
+        files: the checkpoints themselves.
+        interval: says when one is due.
     """
 
     def __init__(self, run: RunContext, written: Callable[[SaveRecord], None]) -> None:
         section, folder = run.config.checkpoint, run.folder
         self._run, self._wanted, self._written = run, section.resume, written
-        self._checkpoints = Checkpoints(
+        self.files = Checkpoints(
             folder.checkpoints,
             run.world,
             section.keep,
@@ -73,8 +77,8 @@ class RunCheckpoints:
         if run.world.rank == 0:  # also where none is to be saved: a run that is asked to stop saves one
             folder.listed.add_folder(folder.checkpoints)
         if section.every or section.keep_best:
-            self._checkpoints.prepare()
-        self._interval = SaveInterval(section.every, section.failures_per_day, run.world)
+            self.files.prepare()
+        self.interval = SaveInterval(section.every, section.failures_per_day, run.world)
         self._keep_seconds = 0.0  # the longest wait of a step for a save
         self._failures = FailureLog(folder.failures)
 
@@ -82,19 +86,19 @@ class RunCheckpoints:
         """Returns the checkpoint to resume from, verified, if any. Collective."""
         with watchdog_paused("verifying checkpoints", uses_disk=True):
             if self._wanted != "last-good":
-                return None if self._wanted == "no" else self._checkpoints.find(self._wanted)
+                return None if self._wanted == "no" else self.files.find(self._wanted)
             before = self._run.world.run_on_leader(self._failures.earlier_than)
             if before is not None:
                 self._run.progress.warn(
                     f"the same step has failed twice: only a checkpoint before step {before} is good"
                 )
-            return self._checkpoints.find(self._wanted, before)
+            return self.files.find(self._wanted, before)
 
     def resume(self, saved: SavedCheckpoint, parts: CheckpointedParts) -> None:
         """Goes on from the checkpoint of `find_start`. Collective."""
         saved.check_model(describe_model(parts.pipe.config))
         with watchdog_paused("loading a checkpoint", uses_disk=True):
-            parts.load(self._checkpoints, saved)
+            parts.load(self.files, saved)
         parts.bad_steps.restore(saved.facts["values_of_steps"])
         parts.history.restore(saved.facts["validation"])
         self._run.progress.say(f"resumed after step {saved.step}, from {saved.folder}")
@@ -102,65 +106,44 @@ class RunCheckpoints:
     def roll_back(self, parts: CheckpointedParts) -> int | None:
         """Loads the last good checkpoint and returns its step; None where there is none yet. The count of steps and the
         place in the data stay, so that the batches since are passed over. Collective."""
-        self._checkpoints.wait()
-        saved = self._checkpoints.find("last-good")
+        self.files.wait()
+        saved = self.files.find("last-good")
         if saved is None:
             return None
         state = parts.state
         step, num_samples = state.step, state.num_samples
-        parts.load(self._checkpoints, saved)
+        parts.load(self.files, saved)
         state.step, state.num_samples = step, num_samples
         return saved.step
 
     def load_best(self, parts: CheckpointedParts) -> int:
         """Loads the checkpoint of the best validation, and returns its step. Collective."""
         with watchdog_paused("loading a checkpoint", uses_disk=True):
-            saved = self._checkpoints.find("best")
+            saved = self.files.find("best")
             if saved is None:
                 raise RankFailedError("no checkpoint could be saved, so that there is no best model to export")
-            parts.load(self._checkpoints, saved)
+            parts.load(self.files, saved)
         return saved.step
-
-    def is_due(self, step: int) -> bool:
-        """Returns whether `checkpoint.every` asks for a checkpoint after a step. Collective."""
-        return self._interval.is_due(step)
-
-    @property
-    def has_one_at_the_end(self) -> bool:
-        """Whether a checkpoint is due after the last step."""
-        return self._interval.has_one_at_the_end
 
     def save(self, step: int, parts: CheckpointedParts) -> None:
         """Begins to save, as `Checkpoints.save`. Collective."""
         with watchdog_paused("saving", uses_disk=True):
-            self._checkpoints.save(step, list(parts.shards()), parts.facts())
+            self.files.save(step, list(parts.shards()), parts.facts())
 
     def keep(self) -> None:
         """Lets the tensors change from now on. Not collective."""
         began = time.perf_counter()
-        self._checkpoints.keep()
+        self.files.keep()
         self._keep_seconds = max(self._keep_seconds, time.perf_counter() - began)
 
     def close(self) -> None:
         """Waits for the last save. Collective."""
         with watchdog_paused("saving", uses_disk=True):
-            self._checkpoints.close()
-
-    def note_step(self, seconds: float) -> None:
-        """Notes how long a step took, by which the interval of `checkpoint.every=auto` is found."""
-        self._interval.note_step(seconds)
+            self.files.close()
 
     def note_save(self, step: int, seconds: float) -> None:
         """Notes for how long training stood still where it began to save after a step. Collective."""
-        self._interval.note_save(step, seconds + self._keep_seconds)
-
-    def newest_bytes(self) -> int:
-        """Returns the size of the newest complete checkpoint, 0 where there is none. Collective."""
-        return self._checkpoints.newest_bytes()
-
-    def saved_text(self, step: int) -> str:
-        """Returns whether the checkpoint of a step is there, and how to go on from it. Collective."""
-        return self._checkpoints.saved_text(step)
+        self.interval.note_save(step, seconds + self._keep_seconds)
 
     @contextmanager
     def failures_noted(self, parts: CheckpointedParts) -> Iterator[None]:
@@ -178,7 +161,7 @@ class RunCheckpoints:
 
     def _note_written(self, *figures: Any) -> None:
         record = SaveRecord(*figures)
-        self._interval.note_written(record.save_seconds)
+        self.interval.note_written(record.save_seconds)
         self._written(record)
 
 

@@ -206,7 +206,7 @@ class Trainer:
         self._save(step)
         self._checkpoints.close()
         self._reporter.close()
-        where = self._checkpoints.saved_text(step)
+        where = self._checkpoints.files.saved_text(step)
         raise StoppedRunError(f"{self._reporter.asked_to_stop} ended the run after step {step}; {where}")
 
     def _do_what_is_due(self, step: int) -> None:
@@ -217,9 +217,9 @@ class Trainer:
             self._reporter.write(record)
         last = step == self._num_steps or self._validator.history.is_out_of_patience
         is_wanted = (is_best and section.keep_best) or (
-            last and (section.keep_best or self._checkpoints.has_one_at_the_end)
+            last and (section.keep_best or self._checkpoints.interval.has_one_at_the_end)
         )
-        if self._checkpoints.is_due(step) or is_wanted:
+        if self._checkpoints.interval.is_due(step) or is_wanted:
             began = time.perf_counter()
             self._save(step)
             self._checkpoints.note_save(step, time.perf_counter() - began)
@@ -232,7 +232,7 @@ class Trainer:
     def _export_between(self, step: int) -> None:
         """Exports the model, unless the disk has no room for that and for the next two checkpoints. Collective."""
         folder = self._run.folder.model_at(step)
-        if has_room(self._run, folder, 3 * self._checkpoints.newest_bytes()):
+        if has_room(self._run, folder, 3 * self._checkpoints.files.newest_bytes()):
             with self._run.writes.of(folder.name):
                 export_model(self._run, self._pipe, folder)
 
@@ -250,7 +250,7 @@ class Trainer:
         # 2. Forward, backward and update, unless the step is bad.
         accepts = self._before_update, self._bad_steps.accepts
         result = train_step(self._pipe, self._scheduler, batch, run.config, run.device, self._loss_scale, *accepts)
-        self._checkpoints.note_step(result.seconds)
+        self._checkpoints.interval.note_step(result.seconds)
         # 3. The remedy for a bad step, and the run's place after it.
         samples = state.num_samples, state.num_samples + size
         bad = self._bad_steps.act(step, result.loss, result.grad_norm, samples, self._roll_back)
