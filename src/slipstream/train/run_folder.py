@@ -206,11 +206,20 @@ def _inside(names: list[str]) -> Iterator[str]:
         yield name
 
 
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the records in a file of JSON lines, if it is there; the last may have been cut off when a run ended."""
-    for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
-        if line.endswith(b"}\n"):
-            yield json.loads(line)
+def read_lines(path: Path, damaged: list[Any] | None = None) -> Iterator[dict[str, Any]]:
+    """Yields the records in a file of JSON lines, if it is there; the last may have been cut off when a run ended.
+
+    `damaged` gets the other lines that aren't a record, which are left out.
+    """
+    for line in path.read_bytes().splitlines(keepends=True) if path.is_file() else ():
+        try:
+            record = json.loads(line)
+        except ValueError:  # also of text that isn't UTF-8
+            record = None
+        if isinstance(record, dict) and line.endswith(b"\n"):
+            yield record
+        elif damaged is not None and line.endswith(b"\n"):
+            damaged.append(line)
 
 
 class TolerantWrites:

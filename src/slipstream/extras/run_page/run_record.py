@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +12,7 @@ import yaml
 from slipstream.errors import SlipstreamError, syntax_text
 from slipstream.timeline import Timeline, load_trace
 from slipstream.train.folder_lock import FolderLock
-from slipstream.train.run_folder import RunFolder
+from slipstream.train.run_folder import RunFolder, read_lines
 from slipstream.units import plural
 
 Record = dict[str, Any]
@@ -108,20 +107,14 @@ def read_run(folder: Path, name: str) -> RunRecord:
 
 def _lines(path: Path, unread: list[str]) -> Iterator[Record]:
     """Yields the lines of a file, if it is there; the last is left out without a word where it is being written."""
-    if not path.is_file():
-        return
-    damaged = 0
-    for line in path.read_bytes().splitlines(keepends=True):
-        try:
-            record = json.loads(line)
-        except ValueError:  # also of text that isn't UTF-8
-            record = None
-        if isinstance(record, dict) and _has_its_step(record):
+    damaged: list[object] = []
+    for record in read_lines(path, damaged):
+        if _has_its_step(record):
             yield record
-        elif line.endswith(b"\n"):
-            damaged += 1
+        else:
+            damaged.append(record)
     if damaged:
-        unread.append(f"{damaged:,} {'line' if damaged == 1 else 'lines'} of {path.name} can't be read")
+        unread.append(f"{plural(len(damaged), 'line')} of {path.name} can't be read")
 
 
 def _starts(lines: list[Record]) -> list[Record]:

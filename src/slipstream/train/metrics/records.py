@@ -227,7 +227,8 @@ class MetricsFile:
 
     def __init__(self, path: Path, resumed_after: int = 0) -> None:
         """Opens the file; a run that is resumed keeps the lines up to that step, as the later steps run again."""
-        lines = _lines_until(path, resumed_after) if resumed_after and path.exists() else b""
+        earlier = (record for record in read_lines(path) if resumed_after and record.get("step", 0) <= resumed_after)
+        lines = "".join(json.dumps(record) + "\n" for record in earlier).encode()
         # Lines that an earlier run still appends are not in a replaced file.
         with RunFolder(path.parent).replaced(path) as part:
             self._file = part.open("wb", buffering=0)
@@ -253,20 +254,6 @@ class MetricsFile:
             self._file.truncate(end)  # half a line would spoil the next
             raise
         self._unwritten = b""
-
-
-def _lines_until(path: Path, step: int) -> bytes:
-    """Returns the lines up to a step, without broken ones: the last may have been cut off when the run ended."""
-    lines = path.read_bytes().splitlines(keepends=True)
-    return b"".join(line for line in lines if line.endswith(b"\n") and _step_of(line) <= step)
-
-
-def _step_of(line: bytes) -> float:
-    """Returns the step of a line; 0 for one without, and infinity for one that isn't JSON."""
-    try:
-        return float(json.loads(line).get("step", 0))
-    except (ValueError, AttributeError):
-        return math.inf
 
 
 _FLUSH_SECONDS = 10  # so that a run can be watched
