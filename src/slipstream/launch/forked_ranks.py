@@ -24,7 +24,7 @@ from typing import Any, Never
 
 from slipstream.errors import RankFailedError
 from slipstream.launch.stop_request import STOP_SIGNALS
-from slipstream.watchdog import wait_for_an_end
+from slipstream.watchdog import exit_text, wait_for_an_end
 
 _FORK: Any = multiprocessing.get_context("fork")
 _ANSWERED_BY_THE_LAUNCHER = {signal.SIGINT, *STOP_SIGNALS}
@@ -96,9 +96,7 @@ class ForkServer:
         if not self._has_ended:
             return ""
         self._process.join(_SECONDS_TO_END)
-        code = self._process.exitcode or 0
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return f"process {self.pid}, which forks the ranks, {how}"
+        return f"process {self.pid}, which forks the ranks, {exit_text(self._process.exitcode or 0)}"
 
     def close(self) -> None:
         """Ends the server, and any ranks that still run."""

@@ -19,11 +19,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING, Any
 
 from slipstream.errors import NonFiniteError, RankFailedError, SlipstreamError, StoppedRunError
 from slipstream.launch.forked_ranks import ForkedRank, ForkServer
 from slipstream.launch.stop_request import STOP_SIGNALS, RequestCount, kept_hub
-from slipstream.watchdog import listen_at, loopback_address, num_ended_for_memory, wait_for_an_end
+from slipstream.watchdog import exit_text, listen_at, loopback_address, num_ended_for_memory, wait_for_an_end
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 LocalRank = subprocess.Popen[bytes] | ForkedRank
 
@@ -89,18 +93,9 @@ def launch_ranks(
         StoppedRunError: if the ranks have ended as TERM or USR1 asked them to; both are passed on to them.
         KeyboardInterrupt: after Ctrl-C.
     """
-    import torch.distributed as dist
-
     places = range(places) if isinstance(places, int) else places
     num_ranks = len(places)
-    # The parent keeps the store, so that the port is free: the system chose it. By itself the store would listen on all
-    # interfaces, and it lets anybody who reaches it write.
-    address = loopback_address()
-    listening = listen_at(address)
-    port = listening.getsockname()[1]
-    store = dist.TCPStore(  # type: ignore[attr-defined]
-        address, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
-    )
+    store, address, port = loopback_store()
     with (
         temporary_folder() as folder,
         kept_hub(store, address, num_ranks),
@@ -143,6 +138,21 @@ def launch_ranks(
             if regrouping.has_begun and not asked:
                 raise RegroupedError from None
             raise
+
+
+def loopback_store(**options: Any) -> tuple[Store, str, int]:
+    """Returns a store that this process keeps for its ranks, with its address and port.
+
+    The system has chosen the port, so that it is free. By itself the store would listen on all interfaces, and it lets
+    anybody who reaches it write.
+    """
+    import torch.distributed as dist
+
+    address = loopback_address()
+    listening = listen_at(address)
+    port = listening.getsockname()[1]
+    options |= {"is_master": True, "wait_for_workers": False, "master_listen_fd": listening.detach()}
+    return dist.TCPStore(address, port, **options), address, port  # type: ignore[attr-defined]
 
 
 @contextmanager
@@ -304,8 +314,7 @@ def _raise_first_cause(ended: dict[int, int], error_files: dict[int, Path], is_s
         for text in dict.fromkeys(said):  # the watchers of all say the same
             sys.stderr.write(f"{text}\n")
         rank, code = next(iter(silent.items()))
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        how += ", perhaps because memory ran out" if code == -signal.SIGKILL and is_short else ""
+        how = exit_text(code) + (", perhaps because memory ran out" if code == -signal.SIGKILL and is_short else "")
         # A watcher that ends its rank because another one has ended writes an error first.
         lost = tuple(sorted(rank for rank, code in silent.items() if -code in _ENDED_FROM_OUTSIDE))
         raise RankFailedError(f"rank {rank} {how}; the other ranks were stopped", lost=lost)

@@ -1,7 +1,7 @@
 """Notices ranks that have died, stopped or wait too long, from a process next to each of them. No torch."""
 
 from slipstream.watchdog.board import Board
-from slipstream.watchdog.judgement import num_ended_for_memory
+from slipstream.watchdog.judgement import exit_text, num_ended_for_memory
 from slipstream.watchdog.supervisor import WatchSettings, open_hub, supervised_hub
 from slipstream.watchdog.watched_rank import (
     StallLimit,

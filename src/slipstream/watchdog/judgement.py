@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -238,6 +239,11 @@ def state_of(process: int) -> ProcessState | None:
         if text := subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip():
             return ProcessState(text[0], 0.0)
     return None
+
+
+def exit_text(code: int) -> str:
+    """Returns how a process has ended, by its exit code or the negative number of the signal that ended it."""
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
 def end_of(process: int) -> int | None:

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slipstream.watchdog.judgement import exit_text
 from slipstream.watchdog.wire import Line, Link, listen_at, wait_for
 
 LOOK_SECONDS = 1.0
@@ -121,8 +122,7 @@ class Supervised:
                 process.wait(_SECONDS_TO_END)
             process.kill()
             if code := process.wait():
-                how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-                self._note_loss(how)
+                self._note_loss(exit_text(code))
             else:
                 self._leave()
         elif now - self._heard > (_MOST_SILENCE if self._has_spoken else _SECONDS_TO_START):

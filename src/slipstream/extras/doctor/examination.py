@@ -300,22 +300,12 @@ def find_backends() -> Iterator[Finding]:
 
 def find_loopback() -> Iterator[Finding]:
     """Yields whether a store at the loopback address, through which local ranks find each other, answers."""
-    import torch.distributed as dist
-
-    from slipstream.watchdog import listen_at, loopback_address
+    from slipstream.launch.local_ranks import loopback_store
+    from slipstream.watchdog import loopback_address
 
     address = loopback_address()
     try:
-        listening = listen_at(address)
-        port = listening.getsockname()[1]
-        store = dist.TCPStore(  # type: ignore[attr-defined]
-            address,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=_SECONDS),
-            master_listen_fd=listening.detach(),
-        )
+        store, *_ = loopback_store(timeout=timedelta(seconds=_SECONDS))
         store.set("here", "yes")
         answer = store.get("here")
     except (OSError, RuntimeError) as error:
