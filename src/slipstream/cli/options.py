@@ -138,12 +138,17 @@ def _number(
     return Option(help=text, parser=parse, metavar=metavar)
 
 
-def numbers(text: str | None, name: str) -> list[float] | None:
-    """Returns the numbers of an option that takes several, separated by commas; None where it isn't given."""
-    try:
-        return None if text is None else [float(part) for part in text.split(",")]
-    except ValueError:
-        raise SlipstreamError(f"--{name}={text} can't be read; give numbers separated by commas") from None
+def listed(kind: Callable[[str], Any], **texts: str | None) -> dict[str, list[Any]]:
+    """Returns the values, by option, of the lists separated by commas that are given."""
+    values: dict[str, list[Any]] = {}
+    for name, text in texts.items():
+        try:
+            if text is not None:
+                values[name] = [kind(part.strip()) for part in text.split(",")]
+        except ValueError as error:
+            option = f"--{name.replace('_', '-')}={text}"
+            raise SlipstreamError(f"{option} can't be read ({error}); give values separated by commas") from None
+    return values
 
 
 Best = Annotated[

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Container
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
-from slipstream.cli.options import Overwrite, above_zero, check_new_file, count
+from slipstream.cli.options import Overwrite, above_zero, check_new_file, count, listed
 from slipstream.errors import SlipstreamError
 from slipstream.terminal import make_console, spinner
 
@@ -95,12 +95,12 @@ def plan(
         "fused": fused,
         "memory_limit": memory_limit,
         "num_best": top,
-        **_parse(int, tensor_parallel=tensor_parallel, pipeline_parallel=pipeline_parallel),
-        **_parse(int, data_parallel=data_parallel, stages_per_rank=stages_per_rank),
-        **_parse(int, context_parallel=context_parallel, expert_parallel=expert_parallel),
-        **_parse(int, microbatch_size=microbatch_size, num_slices=num_slices),
-        **_parse(str, schedule=schedule, slicing=slicing, recompute=recompute, shard=shard, vocabulary=vocabulary),
-        **_parse(float, offload=offload),
+        **listed(int, tensor_parallel=tensor_parallel, pipeline_parallel=pipeline_parallel),
+        **listed(int, data_parallel=data_parallel, stages_per_rank=stages_per_rank),
+        **listed(int, context_parallel=context_parallel, expert_parallel=expert_parallel),
+        **listed(int, microbatch_size=microbatch_size, num_slices=num_slices),
+        **listed(str, schedule=schedule, slicing=slicing, recompute=recompute, shard=shard, vocabulary=vocabulary),
+        **listed(float, offload=offload),
     }
     best_plan = _run(model, cluster, output, report, overwrite, **settings)
     for line in training_lines(best_plan, tokens, price_per_device_hour):
@@ -145,19 +145,6 @@ def training_lines(plan: Plan, tokens: float | None, price: float | None) -> lis
         device_hours = hours / (plan.global_batch * plan.seq_len) * 1e9
         lines.append(f"a billion tokens: {device_hours:,.1f} device hours, ${device_hours * price:,.2f}")
     return lines
-
-
-def _parse(kind: Callable[[str], Any], **texts: str | None) -> dict[str, list[Any]]:
-    """Returns the values, by option, of the lists separated by commas that are given."""
-    values: dict[str, list[Any]] = {}
-    for name, text in texts.items():
-        try:
-            if text is not None:
-                values[name] = [kind(part.strip()) for part in text.split(",")]
-        except ValueError as error:
-            option = f"--{name.replace('_', '-')}={text}"
-            raise SlipstreamError(f"{option} can't be read ({error}); give values separated by commas") from None
-    return values
 
 
 def _run(model: str, cluster: str | None, output: Path, report: Path | None, overwrite: bool, **settings: Any) -> Plan:

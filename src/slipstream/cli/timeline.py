@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
-from slipstream.cli.options import Overwrite, amount, check_new_file, count, numbers
+from slipstream.cli.options import Overwrite, amount, check_new_file, count, listed
 from slipstream.errors import SlipstreamError, did_you_mean
 
 if TYPE_CHECKING:
@@ -111,9 +111,9 @@ def timeline(
     cost: Callable[[Schedule], TableCost] = partial(_cost, seconds, head, link)
     asked = {"cluster": cluster, "num_nodes": num_nodes, "dtype": dtype}
     of_stages = {"tensor_parallel": tensor_parallel, "microbatch_size": microbatch_size}
-    cut = numbers(partition, "partition"), numbers(lengths, "lengths")
+    cut = listed(float, partition=partition, lengths=lengths)
     if model is not None or profile is not None:
-        cost = _costs_of(model, profile, seq_len, *cut, asked, of_stages)
+        cost = _costs_of(model, profile, seq_len, cut, asked, of_stages)
     else:
         _refuse_without_costs(partition=partition, lengths=lengths, seq_len=seq_len, **asked, **of_stages)
     shown = _find(schedule, make, cost)
@@ -199,13 +199,12 @@ def _costs_of(
     model: str | None,
     profile: Path | None,
     seq_len: int | None,
-    partition: list[float] | None,
-    lengths: list[float] | None,
+    cut: Mapping[str, list[float]],
     asked: Mapping[str, Any],
     of_stages: Mapping[str, int | None],
 ) -> Callable[[Schedule], TableCost]:
     """Returns the costs of a schedule: those of a model on a cluster, those kept of it here, or a profile's."""
-    tokens = [int(length) for length in lengths or ()]
+    tokens = [int(length) for length in cut.get("lengths", ())]
     source: CostSource
     if profile is not None:
         from slipstream.cost import ProfileSource, load_profile
@@ -225,7 +224,7 @@ def _costs_of(
         degree = of_stages["tensor_parallel"]
         degrees = None if degree is None else (degree,)
         source = choose_costs(model, seq_len=total, tensor_parallel=degrees, **asked)
-    return lambda plan: _schedule_costs(source, plan, partition, tokens, total, **of_stages)
+    return lambda plan: _schedule_costs(source, plan, cut.get("partition"), tokens, total, **of_stages)
 
 
 def _schedule_costs(
