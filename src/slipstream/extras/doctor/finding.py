@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, as_completed
 from dataclasses import dataclass
 from math import ceil
-from queue import Empty, Queue
 from threading import Thread
 
 from slipstream.errors import RankFailedError
@@ -58,32 +58,27 @@ def run_within(seconds: float, calls: Mapping[str, Callable[[], object]]) -> dic
     Raises:
         ExchangeError: names those that haven't ended in time, which go on, or the first that failed.
     """
-    ended: Queue[tuple[str, float, Exception | None]] = Queue()
-    began = time.perf_counter()
-
-    def run(name: str, call: Callable[[], object]) -> None:
-        problem = None
-        try:
-            call()
-        except Exception as error:
-            problem = error
-        ended.put((name, time.perf_counter() - began, problem))
-
-    for task in calls.items():
-        Thread(target=run, args=task, daemon=True).start()  # a call that hangs mustn't keep the program from ending
-    return _wait(ended, list(calls), seconds)
-
-
-def _wait(ended: Queue[tuple[str, float, Exception | None]], names: list[str], seconds: float) -> dict[str, float]:
+    began, names = time.perf_counter(), dict[Future[float], str]()
+    for name, call in calls.items():
+        future = Future[float]()
+        names[future] = name
+        # A call that hangs mustn't keep the program from ending.
+        Thread(target=_run, args=(call, began, future), daemon=True).start()
     took: dict[str, float] = {}
-    deadline = time.monotonic() + seconds
-    while len(took) < len(names):
-        try:
-            name, duration, problem = ended.get(timeout=max(0.0, deadline - time.monotonic()))
-        except Empty:
-            pending = [name for name in names if name not in took]
-            raise ExchangeError(f"{' and '.join(pending)} did not end within {ceil(seconds)} s") from None
-        if problem is not None:
-            raise ExchangeError(f"{name} failed ({error_text(problem)})") from problem
-        took[name] = duration
+    try:
+        for future in as_completed(names, seconds):
+            if (problem := future.exception()) is not None:
+                raise ExchangeError(f"{names[future]} failed ({error_text(problem)})") from problem
+            took[names[future]] = future.result()
+    except TimeoutError:
+        pending = [name for name in calls if name not in took]
+        raise ExchangeError(f"{' and '.join(pending)} did not end within {ceil(seconds)} s") from None
     return took
+
+
+def _run(call: Callable[[], object], began: float, future: Future[float]) -> None:
+    try:
+        call()
+        future.set_result(time.perf_counter() - began)
+    except Exception as error:
+        future.set_exception(error)

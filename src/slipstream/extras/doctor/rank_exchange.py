@@ -31,7 +31,7 @@ from slipstream.units import bytes_text, seconds_text
 
 _RENDEZVOUS = "SLIPSTREAM_RENDEZVOUS_SECONDS"
 _GRACE = 2.0  # seconds in which ranks that noticed the same say so
-_ALL_AT_ONCE = "the exchange of all pairs at once"
+_BEGINNING, _ALL_AT_ONCE = "the beginning", "all pairs at once"
 _UNEQUAL_PARTS = "all-to-all of unequal parts"
 _HOW = {
     "gloo": "see whether these ranks still run, let firewalls pass TCP between their machines, and name the interface "
@@ -50,6 +50,7 @@ class RankExchange:
         self._seconds = seconds
         self._device = exchange_device()
         self._meeting: Meeting | None = None
+        self._told: dict[str, list[Any]] = {}  # by step what each rank has found
         self._store: object = None  # which may live in this process, and then as long as any rank needs it
 
     def run(self, local: Sequence[Finding]) -> list[Finding]:
@@ -66,16 +67,17 @@ class RankExchange:
             self._meeting = meeting
         except (SlipstreamError, RuntimeError, OSError) as error:
             return [Finding("ranks", "not connected", str(error))]
-        meeting.tell("local", [f"{item.topic}: {item.problem}" for item in local if item.problem is not None])
-        problem = self._exchange(ranks, meeting)
+        problem = self._exchange(ranks, meeting, [f"{item.topic}: {item.problem}" for item in local if item.problem])
         if meeting.rank != 0:
             return [] if problem is None else [Finding("exchange", "failed", problem)]
-        return [*self._describe(ranks, meeting), *self._failures(meeting, problem)]
+        return [*self._describe(ranks), *self._failures(meeting, problem)]
 
-    def _exchange(self, ranks: ConnectedRanks, meeting: Meeting) -> str | None:
+    def _exchange(self, ranks: ConnectedRanks, meeting: Meeting, local: Sequence[str]) -> str | None:
         """Exchanges with the neighbours; returns the problem that this rank has found and told, if there is one."""
         try:
-            self._meet_in_pairs(self._ends(ranks, meeting), meeting)
+            self._told[_BEGINNING] = meeting.share(_BEGINNING, local, self._seconds)
+            for step, found in self._steps(ranks):
+                self._told[step] = meeting.share(step, found, self._seconds + _GRACE)
         except OtherFailedError:
             return None
         except Exception as error:
@@ -89,15 +91,20 @@ class RankExchange:
     def _backend(self) -> str:
         return "nccl" if self._device.type == "cuda" else "gloo"
 
-    def _ends(self, ranks: ConnectedRanks, meeting: Meeting) -> list[PairEnd]:
-        """Makes the process group, and two communicators for each pair, in one order on all ranks. Collective."""
-        meeting.come("the beginning", self._seconds)
-        rank, size = ranks.place.rank, ranks.place.world_size
+    def _steps(self, ranks: ConnectedRanks) -> Iterator[tuple[str, object]]:
+        """Makes the process group and two communicators for each pair, in one order on all ranks, and exchanges pair by
+        pair, so that it is known which one hangs, and then with all neighbours at once. Yields what this rank has found
+        in each step, for which it waits for the others. Collective."""
+        rank, pairs, mine = ranks.place.rank, neighbour_pairs(ranks.place.world_size), dict[NeighbourPair, PairEnd]()
         run_within(self._seconds, {"joining the process group": partial(self._join, ranks)})
-        ends: list[PairEnd] = []
-        for pair in neighbour_pairs(size):
-            run_within(self._seconds, {f"making groups of {pair}": partial(self._connect, pair, rank, ends)})
-        return ends
+        for pair in pairs:
+            run_within(self._seconds, {f"making groups of {pair}": partial(self._connect, pair, rank, mine)})
+        yield "the process groups", None
+        for pair in pairs:
+            yield str(pair), _named(pair, partial(mine[pair].measure, self._seconds)) if pair in mine else None
+        yield _ALL_AT_ONCE, max(both_ways([*mine.values()], 1, countdown(self._seconds)).values())
+        exchange = partial(_exchange_unequal_parts, self._device)
+        yield _UNEQUAL_PARTS, run_within(self._seconds, {_UNEQUAL_PARTS: exchange})[_UNEQUAL_PARTS]
 
     def _join(self, ranks: ConnectedRanks) -> None:
         if self._device.type == "cuda":
@@ -106,38 +113,20 @@ class RankExchange:
         backend = "cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=NO_LIMIT, rank=rank, world_size=size, store=ranks.store)
 
-    def _connect(self, pair: NeighbourPair, rank: int, ends: list[PairEnd]) -> None:
+    def _connect(self, pair: NeighbourPair, rank: int, mine: dict[NeighbourPair, PairEnd]) -> None:
         pipeline = Ranks.of()
         groups = [pipeline.connect(way) for way in (pair, pair[::-1])]
         if rank in pair:
-            ends.append(PairEnd(pair, rank, groups, self._device))
+            mine[pair] = PairEnd(pair, rank, groups, self._device)
 
-    def _meet_in_pairs(self, ends: Sequence[PairEnd], meeting: Meeting) -> None:
-        """Exchanges pair by pair, so that it is known which one hangs, and then with all neighbours at once."""
-        mine = {end.pair: end for end in ends}
-        for pair in neighbour_pairs(meeting.size):
-            meeting.come(f"the exchange of {pair}", self._seconds + _GRACE)
-            if pair in mine:
-                meeting.tell(str(pair), _named(pair, partial(mine[pair].measure, self._seconds)))
-        meeting.come(_ALL_AT_ONCE, self._seconds + _GRACE)
-        meeting.tell("seconds", max(both_ways(ends, 1, countdown(self._seconds)).values()))
-        meeting.come(_UNEQUAL_PARTS, self._seconds + _GRACE)
-        exchange = partial(_exchange_unequal_parts, self._device)
-        meeting.tell("unequal", run_within(self._seconds, {_UNEQUAL_PARTS: exchange})[_UNEQUAL_PARTS])
-        meeting.come("the end", self._seconds + _GRACE)
-
-    def _describe(self, ranks: ConnectedRanks, meeting: Meeting) -> Iterator[Finding]:
+    def _describe(self, ranks: ConnectedRanks) -> Iterator[Finding]:
         yield Finding("ranks", f"connected: {ranks}; they exchange over {self._backend}")
-        for pair in neighbour_pairs(meeting.size):
-            told = [meeting.heard(str(pair), rank) for rank in pair]
-            if None not in told:
-                yield from _rows(pair, [MeasuredPair(*fields) for fields in told])
-        seconds = [meeting.heard("seconds", rank) for rank in range(meeting.size)]
-        if meeting.size > 2 and None not in seconds:
-            yield Finding("all pairs at once", f"ended after {seconds_text(max(seconds))}")
-        seconds = [meeting.heard("unequal", rank) for rank in range(meeting.size)]
-        if None not in seconds:
-            yield Finding(_UNEQUAL_PARTS, f"ended after {seconds_text(max(seconds))}")
+        for pair in neighbour_pairs(ranks.place.world_size):
+            if found := self._told.get(str(pair)):
+                yield from _rows(pair, [MeasuredPair(*found[rank]) for rank in pair])
+        for step in (_ALL_AT_ONCE, _UNEQUAL_PARTS):
+            if (seconds := self._told.get(step)) and (ranks.place.world_size > 2 or step != _ALL_AT_ONCE):
+                yield Finding(step, f"ended after {seconds_text(max(seconds))}")
 
     def _failures(self, meeting: Meeting, own: str | None) -> Iterator[Finding]:
         """Yields the problems that all ranks have told, and those of other ranks' machines."""
@@ -146,7 +135,7 @@ class RankExchange:
             tellers = [rank for rank, text in problems.items() if text == problem]
             yield Finding("exchange", f"failed, as rank {', '.join(map(str, tellers))} found", problem)
         for rank in range(1, meeting.size):
-            for problem in meeting.heard("local", rank) or []:
+            for problem in self._told[_BEGINNING][rank] if _BEGINNING in self._told else ():
                 yield Finding(f"rank {rank}", "would fail", problem)
 
     def leave(self, code: int) -> None:
@@ -432,28 +421,26 @@ class Meeting:
         told = {rank: self.heard("problem", rank) for rank in range(self.size)}
         return {rank: problem for rank, problem in told.items() if problem is not None}
 
-    def come(self, name: str, seconds: float) -> None:
-        """Waits until all ranks have come here.
+    def share(self, name: str, value: object, seconds: float) -> list[Any]:
+        """Returns the values of all ranks, anything that JSON has, once all have come here.
 
         Raises:
             OtherFailedError: as soon as another rank has failed.
             ExchangeError: names those that didn't come in time.
         """
-        self.tell(name, None)
-        deadline = time.monotonic() + seconds
-        while not self._are_here(name, range(self.size)):
+        self.tell(name, value)
+        if not self.wait_for(name, range(self.size), seconds, self.has_failed):
             if self.has_failed():
                 raise OtherFailedError
-            if time.monotonic() > deadline:
-                absent = [rank for rank in range(self.size) if not self._are_here(name, [rank])]
-                raise ExchangeError(f"{name_ranks(absent, self._hosts)} did not come within {seconds:g} s to: {name}")
-            time.sleep(_POLL_SECONDS)
+            absent = [rank for rank in range(self.size) if not self._are_here(name, [rank])]
+            raise ExchangeError(f"{name_ranks(absent, self._hosts)} did not come within {seconds:g} s to: {name}")
+        return [self.heard(name, rank) for rank in range(self.size)]
 
-    def wait_for(self, name: str, ranks: range, seconds: float) -> bool:
+    def wait_for(self, name: str, ranks: range, seconds: float, gives_up: Callable[[], bool] = lambda: False) -> bool:
         """Waits until these ranks have told something; returns whether they did in time."""
         deadline = time.monotonic() + seconds
         while not self._are_here(name, ranks):
-            if time.monotonic() > deadline:
+            if gives_up() or time.monotonic() > deadline:
                 return False
             time.sleep(_POLL_SECONDS)
         return True
