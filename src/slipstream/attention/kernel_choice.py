@@ -16,7 +16,7 @@ from itertools import pairwise
 from math import inf
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -232,25 +232,31 @@ def _hardware(device: int) -> str:
     return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, cuDNN {cudnn}"
 
 
-def _read() -> dict[str, dict[str, _Milliseconds]]:
+def read_kept(file: Path) -> dict[str, Any]:
+    """Returns the measurements that `keep_measured` wrote to a file; none where it isn't there, or is damaged."""
     with suppress(OSError, ValueError):
-        times = json.loads(kept_file().read_text())
-        if isinstance(times, dict):
-            return times
+        values = json.loads(file.read_text())
+        if isinstance(values, dict):
+            return values
     return {}
 
 
+def keep_measured(file: Path, values: dict[str, Any]) -> None:
+    """Writes measurements, whole or not at all; where nothing can be written, the next process measures again."""
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part = file.with_suffix(f".{os.getpid()}")
+        part.write_text(json.dumps(values, indent=1))
+        part.replace(file)
+
+
 def _kept(device: int, shape: AttentionShape) -> _Milliseconds:
-    times = _read().get(_hardware(device), {}).get(str(shape), {})
+    times = read_kept(kept_file()).get(_hardware(device), {}).get(str(shape), {})
     return times if isinstance(times, dict) else {}
 
 
 def _keep(device: int, shape: AttentionShape, milliseconds: _Milliseconds) -> None:
-    """Adds a shape's times to the file; where that can't be written, the next process measures again."""
-    times = _read()
+    """Adds a shape's times to the file."""
+    times = read_kept(kept_file())
     times.setdefault(_hardware(device), {})[str(shape)] = milliseconds
-    with suppress(OSError):
-        kept_file().parent.mkdir(parents=True, exist_ok=True)
-        part = kept_file().with_suffix(f".{os.getpid()}")
-        part.write_text(json.dumps(times, indent=1))
-        part.replace(kept_file())
+    keep_measured(kept_file(), times)

@@ -20,14 +20,13 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 
 import torch
 from transformers import PretrainedConfig
 
-from slipstream.attention import cache_folder
+from slipstream.attention import cache_folder, keep_measured, read_kept
 from slipstream.cost import SHIPPED, AttentionCall, ModelCount, PartCount, load_cluster
 from slipstream.model import HalfLayer, LayerHalf, LayerRange, ModelEnd
 from slipstream.model.adapters import ALL_WEIGHTS, TrainedWeights
@@ -307,16 +306,11 @@ def measure_peak(device: torch.device, dtype: torch.dtype) -> DevicePeak:
 
 def _fastest(measured_on: str, flops: float) -> float:
     """Returns the highest rate that was measured on this hardware so far, this one included, and keeps it."""
-    file, rates = cache_folder() / "peaks.json", dict[str, float]()
-    with suppress(OSError, ValueError):
-        rates = {str(name): float(rate) for name, rate in json.loads(file.read_text()).items()}
+    file = cache_folder() / "peaks.json"
+    rates = read_kept(file)
     if flops > rates.get(measured_on, 0.0):
-        with suppress(OSError):  # where nothing can be kept, each run measures for itself
-            file.parent.mkdir(parents=True, exist_ok=True)
-            part = file.with_suffix(f".{os.getpid()}")
-            part.write_text(json.dumps({**rates, measured_on: flops}))
-            part.replace(file)
-    return max(flops, rates.get(measured_on, 0.0))
+        keep_measured(file, {**rates, measured_on: flops})
+    return max(flops, float(rates.get(measured_on, 0.0)))
 
 
 def _words(name: str) -> list[str]:
