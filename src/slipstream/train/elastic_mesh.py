@@ -29,7 +29,7 @@ def mesh_of_processes(config: Config, num_processes: int) -> Config:
         return config
     problem = ""
     for stages, replicas in _smaller_sizes(config, num_processes):
-        mesh = _with_mesh(config, stages, replicas)
+        mesh = config.on_mesh({"pp": stages, "dp": replicas}, _num_microbatches(config, replicas))
         try:
             parse_config(yaml.safe_load(dump_config(mesh)))
         except SlipstreamError as error:
@@ -55,15 +55,6 @@ def _smaller_sizes(config: Config, num_processes: int) -> Iterator[tuple[int, in
     for stages in (divisor for divisor in range(most, 0, -1) if most % divisor == 0):
         for num_replicas in range(min(replicas, num_processes // (stages * sharing)), 0, -1):
             yield stages, num_replicas
-
-
-def _with_mesh(config: Config, stages: int, replicas: int) -> Config:
-    pipeline = {"num_ranks": stages, "num_microbatches": _num_microbatches(config, replicas)}
-    sections = {
-        "pipeline": config.pipeline.model_copy(update=pipeline),
-        "parallel": config.parallel.model_copy(update={"data": replicas}),
-    }
-    return config.model_copy(update=sections)
 
 
 def _num_microbatches(config: Config, replicas: int) -> int:
@@ -116,12 +107,8 @@ def described_change(
 
 def with_mesh_of(config: Config, facts: Mapping[str, Any]) -> Config:
     """Returns the configuration with the mesh and the microbatches that a checkpoint's facts have."""
-    before, mesh = facts["settings"]["pipeline"], facts["mesh"]
-    settings: dict[str, dict[str, int]] = {"pipeline": {"num_microbatches": before["num_microbatches"]}, "parallel": {}}
-    for axis, (section, name) in MESH_SETTINGS.items():
-        settings[section][name] = mesh.get(axis, 1)
-    sections = {name: getattr(config, name).model_copy(update=changed) for name, changed in settings.items()}
-    return config.model_copy(update=sections)
+    sizes = {axis: facts["mesh"].get(axis, 1) for axis in MESH_SETTINGS}
+    return config.on_mesh(sizes, facts["settings"]["pipeline"]["num_microbatches"])
 
 
 def _mesh_text(mesh: Mapping[str, int]) -> str:

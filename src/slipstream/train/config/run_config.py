@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import tomllib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from math import prod
 from pathlib import Path
@@ -224,6 +224,15 @@ class Config(Record):
     def mesh_sizes(self) -> dict[str, int]:
         """The arguments of `make_mesh`: the ranks along each axis, and over how many of these experts are spread."""
         return {axis: getattr(getattr(self, section), name) for axis, (section, name) in MESH_SETTINGS.items()}
+
+    def on_mesh(self, sizes: Mapping[str, int], num_microbatches: int) -> Self:
+        """Returns the configuration, unchecked, with other ranks along these axes, and so many microbatches."""
+        changed: dict[str, dict[str, int]] = {"pipeline": {"num_microbatches": num_microbatches}, "parallel": {}}
+        for axis, size in sizes.items():
+            section, name = MESH_SETTINGS[axis]
+            changed[section][name] = size
+        sections = {name: getattr(self, name).model_copy(update=values) for name, values in changed.items()}
+        return self.model_copy(update=sections)
 
     @property
     def num_processes(self) -> int:

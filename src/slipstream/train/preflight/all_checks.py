@@ -231,12 +231,10 @@ def first_mesh(config: Config, model_config: Any) -> Config:
         return config
     saved = find_saved(config)
     if saved is not None and "settings" in saved.facts:
-        before = saved.facts["settings"]
-        values = yaml.safe_load(dump_config(config))
-        values["pipeline"] |= {name: before["pipeline"][name] for name in ("num_ranks", "num_microbatches")}
-        values["parallel"] |= {name: before["parallel"][name] for name in ("data", "context", "tensor")}
-        values["plan"]["open"] = []
-        candidate = parse_config(values)
+        sizes = {axis: saved.facts["mesh"].get(axis, 1) for axis in ("pp", "dp", "cp", "tp")}
+        mesh = config.on_mesh(sizes, saved.facts["settings"]["pipeline"]["num_microbatches"])
+        chosen = mesh.model_copy(update={"plan": config.plan.model_copy(update={"open": []})})
+        candidate = parse_config(yaml.safe_load(dump_config(chosen)))
         if candidate.num_processes == config.num_processes:
             return candidate
     return next(possible_meshes(config, model_config))
