@@ -316,6 +316,31 @@ if __name__ == "__main__":
 """
 
 
+ASKS_AND_IS_GONE = f"""
+import multiprocessing, os, sys
+from slipstream.launch.forked_ranks import _serve
+processes = multiprocessing.get_context("fork")
+ours, theirs = processes.Pipe()
+server = processes.Process(target=_serve, args=(theirs, ours, os.getpid()))
+server.start()
+theirs.close()
+assert ours.recv()
+ours.send(("rank", sys.argv[1:], [os.environ | {{"RANK": "0"}}]))
+ours.close()
+server.join({SOON})
+server.kill()  # no server may stay
+assert server.exitcode == 0
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems start each rank anew")
+def test_a_fork_server_that_can_not_answer_ends_with_the_ranks_it_has_started(launcher: Path, tmp_path: Path) -> None:
+    (tmp_path / "rank.py").write_text(HOLDS_THE_INTERPRETER)
+    launcher.write_text(ASKS_AND_IS_GONE)
+    ended = run_alone(launcher, tmp_path)
+    assert ended.returncode == 0, ended.stderr
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="the settings are glibc's")
 @pytest.mark.parametrize("how", first_of(["forked", "anew"]))
 def test_ranks_get_the_memory_settings_and_one_thread(launcher: Path, tmp_path: Path, how: str) -> None:

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from multiprocessing.connection import Connection
-from typing import Any, Never
+from typing import Any
 
 from slipstream.errors import RankFailedError
 from slipstream.launch.stop_request import STOP_SIGNALS
@@ -139,36 +139,29 @@ def _serve(connection: Connection, other_end: Connection, launcher: int) -> None
     gc.freeze()  # or the first collection in a rank would copy all that was imported
     connection.send(not torch.cuda._is_in_bad_fork())
     running: list[Any] = []
-    while True:
-        wait_for_an_end([rank.pid for rank in running], _SECONDS_TO_LOOK, connection.fileno())
-        has_word = connection.poll()
-        if os.getppid() != launcher:
-            _end_after_the_launcher(running)
-        if has_word:
-            try:
+    with suppress(EOFError, ConnectionError):  # as the launcher may end at any moment
+        while os.getppid() == launcher:
+            if connection.poll():
                 module, arguments, environments = connection.recv()
-            except EOFError:
-                _end_after_the_launcher(running)
-            started = [
-                _FORK.Process(target=_run, args=(module, arguments, env, connection, os.getpid()), name=f"rank {rank}")
-                for rank, env in enumerate(environments)
-            ]
-            for rank in started:
-                rank.start()
-            connection.send([rank.pid for rank in started])
-            running += started
-        for rank in [rank_process for rank_process in running if rank_process.exitcode is not None]:
-            running.remove(rank)
-            connection.send((rank.pid, rank.exitcode))
-
-
-def _end_after_the_launcher(ranks: list[Any]) -> Never:
-    """Ends this process and its ranks."""
-    for rank in ranks:
+                started = [
+                    _FORK.Process(
+                        target=_run, args=(module, arguments, env, connection, os.getpid()), name=f"rank {rank}"
+                    )
+                    for rank, env in enumerate(environments)
+                ]
+                running += started
+                for rank in started:
+                    rank.start()
+                connection.send([rank.pid for rank in started])
+            for rank in [rank_process for rank_process in running if rank_process.exitcode is not None]:
+                running.remove(rank)
+                connection.send((rank.pid, rank.exitcode))
+            wait_for_an_end([rank.pid for rank in running], _SECONDS_TO_LOOK, connection.fileno())
+    for rank in running:
         rank.kill()
-    for rank in ranks:
+    for rank in running:
         rank.join(_SECONDS_TO_END)
-    os._exit(0)
+    os._exit(0)  # or multiprocessing would wait for ranks that are yet to die
 
 
 def _run(module: str, arguments: list[str], environment: dict[str, str], connection: Connection, server: int) -> None:
