@@ -20,10 +20,9 @@ def count_local_ranks(config: Config) -> int:
 
 def choose_device_type(config: Config) -> str:
     """Returns "cuda" where the configuration asks for it or there is a GPU, which ranks may share, otherwise "cpu"."""
-    choice = config.training.device
-    if choice == "auto":
-        return "cuda" if torch.cuda.device_count() else "cpu"
-    return choice
+    if config.training.device != "auto":
+        return config.training.device
+    return "cuda" if torch.cuda.device_count() else "cpu"
 
 
 def choose_device(config: Config) -> torch.device:

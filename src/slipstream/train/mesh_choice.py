@@ -71,8 +71,7 @@ class PlannedMesh:
         return self.ideal + reductions * sent / self.profile.link.ring_bandwidth
 
     def row(self) -> tuple[str, str, str, str]:
-        known = self.seconds < inf
-        took = (seconds_text(self.seconds), bytes_text(self.held)) if known else ("", "")
+        took = (seconds_text(self.seconds), bytes_text(self.held)) if self.seconds < inf else ("", "")
         return self.config.mesh_text, *took, self.obstacle
 
 

@@ -182,6 +182,10 @@ PAIRS = with_settings(
         "pipeline": {"slices": 3, "num_microbatches": 2},
     },
 )
+SAMPLES = with_settings(
+    TEXT,
+    {"sample": {"prompt": "a", "every": 2}, "training.batch_size": 4, "pipeline.num_microbatches": 2},
+)
 BEST = with_settings(
     TEXT, {"training.eval_every": 2, "training.patience": 3, "checkpoint": {"keep_best": True, "every": 2}}
 )
@@ -215,10 +219,13 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (TEXT, {"data.dataset": "x"}, "one of data.corpus, data.files, data.dataset and .. given: corpus and dataset"),
     (TEXT, {"sample.every": 2}, "sample.every=2 needs a text to continue"),
     (
-        TEXT,
-        {"sample": {"prompt": "a", "every": 2}, "pipeline": {"vocabulary": "spread", "slices": 4}},
+        SAMPLES,
+        {"pipeline": {"vocabulary": "spread", "slices": 4}},
         "sample.every=2 with pipeline.vocabulary=spread",
     ),
+    (SAMPLES, {"pipeline.slices": [40, 24]}, "sample.every=2 with pipeline.slices=[40, 24] .. sample.every=0 writes"),
+    (SAMPLES, {"pipeline": {"microbatches": [[4, [64]]]}}, "sample.every=2 with pipeline.microbatches: a sample needs"),
+    (SAMPLES, {"memory.num_flushes": 2}, "sample.every=2 with memory.num_flushes=2: a sample needs"),
     (
         TEXT,
         {"model": {"path": "base", "freeze": ["model.*"]}, "lora": {}},

@@ -188,18 +188,35 @@ def check_stream(training: TrainingSection, data: DataSection, model: ModelSecti
 
 def check_unpacked(pipeline: PipelineSection, memory: Memory, training: TrainingSection, plan: PlanSection) -> None:
     """Raises ValueError for settings of sequences that have one length."""
-    flushes, compared = memory.num_flushes, training.single_process_steps
     is_for_one_length = {
         f"pipeline.schedule={pipeline.schedule}": pipeline.schedule.endswith(".txt") and plan.rates is None,
-        f"pipeline.slices={pipeline.slices}": isinstance(pipeline.slices, list),
-        "pipeline.microbatches": pipeline.microbatches is not None,
-        f"memory.num_flushes={flushes}": flushes != 1,
-        f"training.single_process_steps={compared}": compared > 0,
+        **_of_one_length(pipeline, memory),
+        f"training.single_process_steps={training.single_process_steps}": training.single_process_steps > 0,
     }
     for setting in filter(is_for_one_length.get, is_for_one_length):
         raise ValueError(
             f"{setting} with data.packing=none: it is for sequences of one length. Leave it out, or choose "
             "data.packing=fixed"
+        )
+
+
+def _of_one_length(pipeline: PipelineSection, memory: Memory) -> dict[str, bool]:
+    """Returns the settings that are for sequences of one length, unless a file's schedule is planned anew for others,
+    and whether they are given."""
+    return {
+        f"pipeline.slices={pipeline.slices}": isinstance(pipeline.slices, list) and ".txt" not in pipeline.schedule,
+        "pipeline.microbatches": pipeline.microbatches is not None,
+        f"memory.num_flushes={memory.num_flushes}": memory.num_flushes != 1,
+    }
+
+
+def check_samples(every: int, pipeline: PipelineSection, memory: Memory) -> None:
+    """Raises ValueError for settings by which a model can't continue a text between steps."""
+    prevents = {"pipeline.vocabulary=spread": pipeline.vocabulary == "spread", **_of_one_length(pipeline, memory)}
+    for setting in filter(prevents.get, prevents):
+        raise ValueError(
+            f"sample.every={every} with {setting}: a sample needs all logits of a text that grows. Leave one of them "
+            "out; sample.every=0 writes a sample at the end"
         )
 
 

@@ -27,6 +27,7 @@ from slipstream.train.config.rules import (
     check_lengths,
     check_noise,
     check_partition,
+    check_samples,
     check_schedule,
     check_stream,
     check_unpacked,
@@ -141,11 +142,8 @@ class Config(Record):
             )
         if self.training.neftune_alpha is not None:
             check_noise(self.pipeline, self.parallel, self.training)
-        if self.sample.every and self.pipeline.vocabulary == "spread":
-            raise ValueError(
-                f"sample.every={self.sample.every} with pipeline.vocabulary=spread, where no rank has all logits; "
-                "leave one out"
-            )
+        if self.sample.every:
+            check_samples(self.sample.every, self.pipeline, self.memory)
         if self.data.streaming:
             check_stream(self.training, self.data, self.model)
         check_validations(self.training, self.checkpoint, self.data)
