@@ -12,7 +12,6 @@ from __future__ import annotations
 import ctypes
 import os
 import secrets
-import selectors
 import signal
 import socket
 import subprocess
@@ -106,7 +105,8 @@ class Supervised:
         self._heard += pause
         if self.line is not None and self.process is not None:
             self._hear(self.line, self.process)
-        if self.line is None and time.monotonic() >= self._next_start and self._is_wanted():
+        is_wanted = self.listening is None or wait_for([self.listening], 0)
+        if self.line is None and time.monotonic() >= self._next_start and is_wanted:
             try:
                 self.start()
             except OSError as error:  # too many processes, or too few descriptors
@@ -148,13 +148,6 @@ class Supervised:
             self.line.close()
         self.line, self._next_start = None, float("inf")
 
-    def _is_wanted(self) -> bool:
-        """Returns whether somebody waits for it at its socket, if it has one."""
-        if self.listening is None:
-            return True
-        self.listening.setblocking(False)
-        return bool(_readable(self.listening))
-
     def _note_loss(self, how: str) -> None:
         """Says how the process has ended, which is started again, after a pause where it keeps ending."""
         process = "" if self.process is None else f" (process {self.process.pid})"
@@ -184,7 +177,7 @@ class Supervisor(threading.Thread):
         while not self._is_over:
             lines = [None if self._link is None else self._link.line, *(helper.source for helper in self._helpers)]
             wait_for([self._ending, *lines], LOOK_SECONDS)
-            self._is_over = bool(_readable(self._ending))
+            self._is_over = wait_for([self._ending], 0)
             now = time.monotonic()
             pause, looked = (now - looked if now - looked > PAUSED_SECONDS else 0.0), now
             if self._link is not None and not self._is_over:
@@ -263,10 +256,3 @@ def accept_settings() -> tuple[dict[str, Any], Line]:
             line.send({})  # only now: a supervisor that has ended meanwhile has left its settings
             return messages[0], line
     sys.exit()
-
-
-def _readable(connection: socket.socket) -> bool:
-    """Returns whether something has come, without waiting."""
-    with selectors.DefaultSelector() as selector:
-        selector.register(connection, selectors.EVENT_READ)
-        return bool(selector.select(0))

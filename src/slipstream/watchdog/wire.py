@@ -157,8 +157,9 @@ class Link:
         return messages
 
 
-def wait_for(lines: Sequence[Line | socket.socket | int | None], seconds: float) -> None:
-    """Waits until something has come on one of the open lines, sockets or descriptors, or for some seconds."""
+def wait_for(lines: Sequence[Line | socket.socket | int | None], seconds: float) -> bool:
+    """Waits until something has come on one of the open lines, sockets or descriptors, or for some seconds; returns
+    whether something has."""
     with selectors.DefaultSelector() as selector:
         for line in lines:
             if isinstance(line, Line):
@@ -166,7 +167,7 @@ def wait_for(lines: Sequence[Line | socket.socket | int | None], seconds: float)
                     selector.register(line.connection, selectors.EVENT_READ)
             elif line is not None:
                 selector.register(line, selectors.EVENT_READ)
-        selector.select(seconds)
+        return bool(selector.select(seconds))
 
 
 def wait_for_an_end(processes: Sequence[int], seconds: float, *others: int) -> None:
