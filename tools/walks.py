@@ -176,15 +176,20 @@ class Call:
     caller: str | None
 
 
-def record(name: str) -> list[Call]:
+def start(name: str, trace: Path) -> subprocess.CompletedProcess[str]:
+    """Runs a walk's program in a new process of its own, which writes to the file."""
+    command = [sys.executable, "-m", "tools.walks", name, str(trace)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def record(name: str, run: Callable[[str, Path], subprocess.CompletedProcess[str]] = start) -> list[Call]:
     """Runs a walk's program in a process of its own; returns the calls of its stations, in order.
 
     Raises RuntimeError where the program fails, or doesn't come to a station.
     """
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder, "trace")
-        command = [sys.executable, "-m", "tools.walks", name, str(trace)]
-        ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        ran = run(name, trace)
         lines = trace.read_text(encoding="utf-8").splitlines() if trace.exists() else []
         if ran.returncode:
             raise RuntimeError(f"the program of the walk {name!r} failed:\n{ran.stdout}\n{ran.stderr}")

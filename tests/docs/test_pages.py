@@ -6,6 +6,7 @@ import json
 import re
 import tomllib
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from slipstream.option_problems import records_in
 from slipstream.schedule import SCHEDULES
 from slipstream.train.config import Config
 from support.changes import page as own_models
+from support.forked import run_alone
 from support.paths import ROOT
 
 README, DOCS = ROOT / "README.md", ROOT / "docs"
@@ -157,8 +159,8 @@ def test_the_page_of_the_configuration_has_every_setting_as_it_is_typed(name: st
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.more) for name in walks.WALKS])
 def test_the_pictures_of_the_walks_show_what_calls_what(name: str) -> None:
     """Otherwise: `python -m tools.walks`."""
-    walk = walks.WALKS[name]
-    assert walks.picture(name).read_text(encoding="utf-8") == walks.draw(walk, walks.record(name))
+    calls = walks.record(name, partial(run_alone, Path(walks.__file__)))
+    assert walks.picture(name).read_text(encoding="utf-8") == walks.draw(walks.WALKS[name], calls)
 
 
 def test_a_station_that_a_walk_no_longer_comes_to_is_named() -> None:

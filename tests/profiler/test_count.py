@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -167,6 +168,13 @@ def test_fused_kernels_move_and_keep_less() -> None:
     assert fused.layers[0].wide_activation_bytes == 4 * HIDDEN * 4  # both norms' inputs and results
     for half, other in zip(fused.halves[0], plain.halves[0], strict=True):
         assert half.activation_bytes <= other.activation_bytes
+
+
+def test_halves_that_nobody_needs_are_not_counted() -> None:
+    config = ARCHITECTURES["llama, tied"]
+    count = count_model(config, LENGTH)
+    assert len(count.halves) == len(count.layers) == 1
+    assert count_model(config, LENGTH, halves=False) == replace(count, halves=())
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ from slipstream.model import (
     watched_kernels,
 )
 from slipstream.model.adapters import ALL_WEIGHTS, TrainedWeights
-from slipstream.model.anatomy import expert_modules
+from slipstream.model.anatomy import expert_modules, find_anatomy
 from slipstream.model.hooks.crossing_tensors import Arguments, first_output, hidden_states, with_hidden_states
 from slipstream.model.hooks.length_dependent_rope import keep_frequencies
 from slipstream.model.hooks.masks import MaskTables
@@ -64,6 +64,7 @@ def count_model(
     dtype: torch.dtype = torch.bfloat16,
     trained: TrainedWeights = ALL_WEIGHTS,
     fused: bool = False,
+    halves: bool = True,
 ) -> ModelCount:
     """Returns the operations of a causal LM with this configuration. Not collective; takes seconds and little memory.
 
@@ -74,13 +75,14 @@ def count_model(
         trained: the trained parameters. Layers below the lowest trained one have forwards alone, frozen ones above the
             input gradient alone; an adapter's operations are counted too.
         fused: whether norms, activations and rotary embeddings are fused kernels, as by `fuse_kernels`.
+        halves: whether the halves of layers are counted by themselves, where they can be cut.
 
     Raises:
         SlipstreamError: the architecture can't be cut into stages, its attention can't be recorded, or its code or its
             adapter's can't be run without weights.
     """
     try:
-        return _counted(config, seq_len, dtype, trained, fused)
+        return _counted(config, seq_len, dtype, trained, fused, halves)
     except SlipstreamError:
         raise
     except Exception as error:  # of the model's code on the meta device, or of PEFT's
@@ -91,9 +93,9 @@ def count_model(
 
 
 def _counted(
-    config: PretrainedConfig, seq_len: int, dtype: torch.dtype, trained: TrainedWeights, fused: bool
+    config: PretrainedConfig, seq_len: int, dtype: torch.dtype, trained: TrainedWeights, fused: bool, halves: bool
 ) -> ModelCount:
-    anatomy = anatomy_with_halves(config)
+    anatomy = anatomy_with_halves(config) if halves else find_anatomy(config)
     model = counting_model(config, dtype, trained)
     if fused:
         fuse_kernels(model)
@@ -109,7 +111,7 @@ def _counted(
     counted = [
         _count_part(model, names[kind], (layer,), calls, width, gets[0]) for layer, (kind, gets) in layers.items()
     ]
-    halves = zip(counted, layers.items(), strict=True) if anatomy.halves else ()
+    in_halves = zip(counted, layers.items(), strict=True) if anatomy.halves else ()
     return ModelCount(
         kinds=tuple(map(distinct.index, placed)),
         layers=tuple(counted),
@@ -120,7 +122,8 @@ def _counted(
         dtype_bytes=dtype.itemsize,
         tied=bool(anatomy.tied),
         halves=tuple(
-            _count_halves(part, model, layer, anatomy.halves, calls, width, gets) for part, (layer, (_, gets)) in halves
+            _count_halves(part, model, layer, anatomy.halves, calls, width, gets)
+            for part, (layer, (_, gets)) in in_halves
         ),
     )
 

@@ -97,27 +97,25 @@ class FlopsMeter:
         peak: DevicePeak,
         trained: TrainedWeights = ALL_WEIGHTS,
     ) -> None:
-        self.count, self._seq_len = count_model(config, seq_len, trained=trained), seq_len
+        self.count, self._seq_len = count_model(config, seq_len, trained=trained, halves=False), seq_len
         self._batch_size = batch_size
         counted = self.count.counted(self.count.whole)
         self._whole = _Forward.of((part, None) for repetitions, part in counted for _ in range(repetitions))
         self._products = sum(repetitions * part.step_products.per_token for repetitions, part in counted)  # of a token
-        model_flops = batch_size * (self._products * seq_len + self._whole.step_scores(seq_len))
         self._counted: tuple[object, tuple[float, float, float]] = None, (0.0, 0.0, 1.0)  # the last recomputation
         text = config.get_text_config()
         layers, hidden = text.num_hidden_layers, text.hidden_size
         weights = 12 * layers * hidden**2
-        ends = (text.vocab_size + seq_len) / (12 * layers * hidden)
         forward = 2 * weights * (1 + seq_len / (6 * hidden)) + 2 * hidden * text.vocab_size  # of a token
         self.run = RunFigures(  # they hold for every step
             num_parameters=self.count.num_parameters,
             num_trained=self.count.num_trained,
             num_devices=num_devices,
             tokens_per_step=batch_size * seq_len,
-            model_flops=model_flops,
+            model_flops=batch_size * (self._products * seq_len + self._whole.step_scores(seq_len)),
             peak_flops=peak.flops,
             peak_source=peak.source,
-            ptdp_num_parameters=weights * (1 + 13 / (12 * hidden) + ends),
+            ptdp_num_parameters=float(weights + 13 * layers * hidden + hidden * (text.vocab_size + seq_len)),
             ptdp_flops=batch_size * seq_len * 3 * forward,
         )
 
