@@ -89,7 +89,7 @@ def test_a_task_without_its_record_has_failed(tmp_path: Path) -> None:
     assert (found["outcome"], found["last line"]) == ("failed", "no record never_written")
 
 
-OFTEN = [task for task in TASKS if task.name in ("gpu_tests", "layers")]
+OFTEN = [task for task in TASKS if task.name == "gpu_tests"]
 
 
 @pytest.fixture(scope="module")

@@ -121,7 +121,7 @@ def runs(request: pytest.FixtureRequest, compiled_search: None) -> Runs:
     @cache
     def run(is_staged: bool, num_processes: int) -> CompletedProcess[str]:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("SLIPSTREAM_TESTS_RANDOM_CASES", str(examples(40).max_examples))
+            patch.setenv("SLIPSTREAM_TESTS_RANDOM_CASES", str(examples(40, thin=5).max_examples))
             return launch(num_processes, GROUP, *chosen[is_staged, num_processes])
 
     return lambda program, num_processes: run(program == "staged", num_processes)

@@ -71,6 +71,23 @@ def test_a_second_start_measures_nothing(
     assert (measured, lines) == ([], [])
 
 
+@pytest.mark.parametrize(("shared", "rounds"), [(False, 6), (True, 3)])
+def test_what_is_always_disturbed_is_measured_in_few_rounds(
+    shared: bool, rounds: int, profile: Profile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if shared:
+        monkeypatch.setenv("SLIPSTREAM_SHARED_CORES", "1")
+    asked = list[ProfileSettings]()
+
+    def profiled(_: PretrainedConfig, settings: ProfileSettings, *__: object) -> Profile:
+        asked.append(settings)
+        return replace(profile, disturbed=0.0)
+
+    monkeypatch.setattr(cost_cache, "profile_model", profiled)
+    find_costs(llama(), replace(SETTINGS, repeats=6), CPU, Ranks.of())
+    assert asked == [replace(SETTINGS, repeats=rounds)]
+
+
 def test_costs_of_other_settings_and_numbers_of_processes_are_other_files() -> None:
     """Replicas measure at the same time as the ranks of one pipeline, and share memory with them. Four ranks may also
     be two that share the layers of two others, or their tokens too."""

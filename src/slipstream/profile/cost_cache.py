@@ -25,6 +25,7 @@ from slipstream.profile.profile_run import ProfileSettings, identify_hardware, i
 
 _ATTEMPTS = 2
 _SHARED = "SLIPSTREAM_SHARED_CORES"
+_ROUNDS_OF_SHARED = 3  # at most: on shared cores, samples may not agree however many there are
 # The profiles that this process has measured and doesn't keep: meshes are compared, and the best one planned, by one.
 _disturbed: dict[Path, Profile] = {}
 
@@ -96,8 +97,9 @@ def find_costs(
 
     `say` gets a line, on the leader, where something is measured again: a profile of other versions, or one during
     which another program used the cores. A profile that was disturbed twice is used but not kept. Where ranks share
-    their cores all the time, it is measured once and kept. `on_progress` is called, on the leader, with the share of
-    the settings' budget that is spent. `link` has the times of messages between these ranks, if they were measured.
+    their cores all the time, it is measured once, in few rounds, and kept. `on_progress` is called, on the leader, with
+    the share of the settings' budget that is spent. `link` has the times of messages between these ranks, if they were
+    measured.
     """
     cache = CostCache.of(config, settings, device, ranks)
     cached: Profile | None = ranks.run_on_leader(lambda: _disturbed.get(cache.path) or cache.find(say))
@@ -107,6 +109,8 @@ def find_costs(
     tell = on_progress if ranks.leads else lambda share: None
     profiles: list[Profile] = []
     share_cores: bool = ranks.run_on_leader(lambda: _share_cores(ranks))
+    if share_cores:
+        settings = replace(settings, repeats=min(settings.repeats, _ROUNDS_OF_SHARED))
     for attempt in range(_ATTEMPTS):
         between = link if link and not attempt else measure_link(device, ranks, settings.parallel.sequence_parallel)
         profiles.append(_leaders(profile_model(config, settings, device, between, tell, ranks), ranks))

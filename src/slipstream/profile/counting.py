@@ -78,8 +78,7 @@ def count_model(
         halves: whether the halves of layers are counted by themselves, where they can be cut.
 
     Raises:
-        SlipstreamError: the architecture can't be cut into stages, its attention can't be recorded, or its code or its
-            adapter's can't be run without weights.
+        SlipstreamError: it can't be cut into stages, or its attention or its code, or its adapter's, can't be counted.
     """
     try:
         return _counted(config, seq_len, dtype, trained, fused, halves)
@@ -223,8 +222,7 @@ def _count_halves(
 class _PartRun:
     """A part's F, I and W at one length, alone, on meta tensors.
 
-    W is a backward to the weights and the input minus one to the input. Where the input of the lowest trained part has
-    no gradient, I is the rest of the backward that runs.
+    W is a backward to weights and input minus one to the input; where that has no gradient, I is the rest that runs.
     """
 
     def __init__(
