@@ -22,7 +22,7 @@ from slipstream.attention.fused_cuda import FusedCUDA, PartlyFusedCUDA
 from slipstream.attention.masked_math import MaskedMath
 from slipstream.attention.masks import KeyRanges
 from slipstream.attention.store import AttentionResult, ContextStore
-from slipstream.autograd_calls import differentiable_once, direct_apply
+from slipstream.autograd_calls import differentiable_once, direct_apply, with_backward
 from slipstream.errors import SlipstreamError
 
 BACKENDS: tuple[type[AttentionBackend], ...] = (FlashCPU, FusedCUDA, FlexCUDA, PartlyFusedCUDA, MaskedMath)
@@ -231,36 +231,26 @@ def read_prefix(
     Raises:
         ContextError: the slices ran in an order that doesn't allow this one.
     """
-    read: Any = _Prefix.apply
-    keys, values = read(key, value, store, call, ranges)
-    return keys, values
 
+    # Reads the store after writing it; backward adds to the gradients of all keys it read (rules 2 and 5).
+    #
+    # forward   K, V    |  0  |  1  | [2] |        slice 2 writes its keys and returns 0, 1, 2
+    # backward  dK, dV  | += 2| += 2| own |        slice 2 adds to 0, 1, 2; then 2 is final and returned
 
-class _Prefix(torch.autograd.Function):
-    """Reads the store after writing it; backward adds to the gradients of all keys it read (rules 2 and 5).
+    def forward(key: Tensor, value: Tensor) -> list[Tensor]:
+        return [_up_to(ranges, buffer) for buffer in store.write(call, key, value, ranges)]
 
-    forward   K, V    |  0  |  1  | [2] |        slice 2 writes its keys and returns 0, 1, 2
-    backward  dK, dV  | += 2| += 2| own |        slice 2 adds to 0, 1, 2; then 2 is final and returned
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, key: Tensor, value: Tensor, store: ContextStore, call: Hashable, ranges: KeyRanges
-    ) -> tuple[Tensor, ...]:
-        ctx.store, ctx.call, ctx.ranges = store, call, ranges
-        return tuple(_up_to(ranges, buffer) for buffer in store.write(call, key, value, ranges))
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        ranges: KeyRanges = ctx.ranges
-        _, _, *buffers = ctx.store.context(ctx.call, ranges)
+    def backward(*gradients: Tensor) -> list[Tensor]:
+        _, _, *buffers = store.context(call, ranges)
         for buffer, gradient in zip(buffers, gradients, strict=True):
             buffer[:, :, ranges.first : ranges.end] += gradient[:, :, ranges.first :]
-        mine = slice(ranges.start, ranges.end)
-        slice_gradients = [b[:, :, mine].to(g.dtype, copy=True) for b, g in zip(buffers, gradients, strict=True)]
-        ctx.store.finish(ctx.call, ranges)
-        return *slice_gradients, None, None, None
+        own = zip(map(ranges.own, buffers), gradients, strict=True)
+        slice_gradients = [part.to(gradient.dtype, copy=True) for part, gradient in own]
+        store.finish(call, ranges)
+        return slice_gradients
+
+    keys, values = with_backward(forward, backward, key, value)
+    return keys, values
 
 
 def _up_to(ranges: KeyRanges, buffer: Tensor) -> Tensor:

@@ -6,13 +6,13 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from slipstream.attention.masks import KeyRanges
+from slipstream.autograd_calls import begin_graph, with_backward
 
 AttentionResult = tuple[Tensor, Tensor]  # output (B, H, T, Dv) and log-sum-exp (B, H, T) of one slice
 AttentionWrapper = Callable[[Callable[[], AttentionResult]], AttentionResult]
@@ -257,8 +257,7 @@ class CarriedStates:
         state.is_read = True
         if not state.has_gradient or not torch.is_grad_enabled():
             return state.value
-        beginning: Any = _Beginning.apply
-        value: Tensor = beginning(torch.empty(0, requires_grad=True), state.value, partial(_add_gradient, state))
+        value: Tensor = begin_graph(torch.empty(0, requires_grad=True), state.value, partial(_add_gradient, state))
         return value
 
     def keep(self, call: Hashable, token: int, value: Tensor, has_gradient: bool) -> None:
@@ -311,40 +310,11 @@ def _add_gradient(state: _State, gradient: Tensor) -> None:
     state.gradient = gradient.clone() if state.gradient is None else state.gradient + gradient
 
 
-class _Beginning(torch.autograd.Function):
-    """The identity, whose gradient goes to the slice before."""
-
-    @staticmethod
-    def forward(ctx: Any, token: Tensor, state: Tensor, leave: Callable[[Tensor], None]) -> Tensor:
-        ctx.leave = leave
-        return state.view_as(state)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
-        ctx.leave(gradient)
-        return None, None, None
-
-
 def begin_with(output: Tensor, gradients: Callable[[], Sequence[Tensor | None]], *others: Tensor) -> Tensor:
     """Returns `output`, whose backward also begins that of others, with the gradients that `gradients` then returns."""
-    join: Any = _Join.apply
-    joined: Tensor = join(output, gradients, *others)
-    return joined
-
-
-class _Join(torch.autograd.Function):
-    """The identity of its first argument, whose backward also begins that of the others."""
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, gradients: Callable[[], Sequence[Tensor | None]], *others: Tensor) -> Tensor:
-        ctx.gradients = gradients
-        return output.view_as(output)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return gradient, None, *ctx.gradients()
+    return with_backward(
+        lambda output, *_: (output.view_as(output),), lambda gradient: (gradient, *gradients()), output, *others
+    )[0]
 
 
 class ContextError(RuntimeError):

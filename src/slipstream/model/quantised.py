@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from slipstream.autograd_calls import differentiable_once, direct_apply
+from slipstream.autograd_calls import with_backward
 from slipstream.errors import SlipstreamError
 
 # It warns on CPUs where a package for faster inference isn't installed, which training doesn't use.
@@ -72,7 +72,12 @@ class QuantisedLinear(nn.Linear):
         """Returns (..., out) of x (..., in)."""
         if not x.is_meta and torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        y: Tensor = _multiply(x, self)
+        # Neither x nor the wide W is kept for the backward.
+        (y,) = with_backward(
+            lambda x: (functional.linear(x, self.dequantised(x.dtype)),),
+            lambda gradient: (gradient @ self.dequantised(gradient.dtype),),
+            x,
+        )
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -102,23 +107,6 @@ def _empty(weight: Tensor) -> tuple[Tensor, ...]:
         *(weight.new_empty(size, dtype=torch.uint8) for size in bits),
         *(weight.new_empty(size, dtype=torch.float32) for size in wide),
     )
-
-
-class _Product(torch.autograd.Function):
-    """Computes y = x W^T, and keeps neither x nor the wide W for its backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, linear: QuantisedLinear) -> Tensor:
-        ctx.linear = linear
-        return functional.linear(x, linear.dequantised(x.dtype))
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
-        return grad_output @ ctx.linear.dequantised(grad_output.dtype), None
-
-
-_multiply = direct_apply(_Product)
 
 
 def check_base_precision(base_precision: BasePrecision, lora: Any) -> None:

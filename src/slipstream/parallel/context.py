@@ -27,11 +27,12 @@ import torch
 from torch import Tensor
 
 from slipstream.attention import KeyRanges
+from slipstream.autograd_calls import with_backward
 from slipstream.errors import SlipstreamError
 from slipstream.model.hooks import TokenSlice
 from slipstream.options import numbers_exchanged
 from slipstream.parallel.parameter_share import part_bounds
-from slipstream.parallel.rank_group import RankGroup, exchanged, sum_over_ranks
+from slipstream.parallel.rank_group import RankGroup, sum_over_ranks
 
 _Heads = list[list[int]]  # of each rank
 _Parts = tuple[tuple[int, int], ...]  # [begin, end) of each rank's tokens within a slice
@@ -73,7 +74,7 @@ class SliceExchange:
         heads = heads_of_ranks(query.shape[1], query.shape[1], self.group.size)
         of_keys = heads_of_ranks(query.shape[1], key.shape[1], self.group.size)
         of_each, length = (heads, of_keys, of_keys), query.shape[2]
-        queries, keys, values = exchanged(
+        queries, keys, values = with_backward(
             lambda *tensors: tuple(self._spread_heads(tensors, of_each)),
             lambda *gradients: tuple(_as_long(parts, length) for parts in self._spread_tokens(gradients, of_each)),
             *(query, key, value),
@@ -86,7 +87,7 @@ class SliceExchange:
             return output
         num_heads = output.shape[1] * self.group.size
         heads, length = [heads_of_ranks(num_heads, num_heads, self.group.size)], max(1, self._num_own)
-        return exchanged(
+        return with_backward(
             lambda whole: (_as_long(self._spread_tokens([whole], heads)[0], length),),
             lambda gradient: tuple(self._spread_heads([gradient], heads)),
             output,

@@ -21,13 +21,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from slipstream.autograd_calls import with_backward
 from slipstream.errors import SlipstreamError
 from slipstream.model.adapters import own_module, parse_name
 from slipstream.model.anatomy import expert_modules
 from slipstream.model.hooks import runs_alone
 from slipstream.parallel.mesh import divisors_text
 from slipstream.parallel.parameter_share import ParameterShare, part_bounds
-from slipstream.parallel.rank_group import RankGroup, exchanged
+from slipstream.parallel.rank_group import RankGroup
 from slipstream.parallel.tensor import TensorParallel
 from slipstream.parallel.tensor.hooks import gather, split
 
@@ -173,7 +174,7 @@ class _Exchange:
         def returned(rows: Tensor) -> Tensor:
             return group.all_to_all(rows, received, sent)[place]
 
-        (rows,) = exchanged(
+        (rows,) = with_backward(
             lambda tokens: (dispatched(tokens[order // per_token]),),
             lambda gradient: (torch.unflatten(returned(gradient), 0, index.shape).sum(1),),
             hidden,
@@ -183,7 +184,7 @@ class _Exchange:
         if not sum(received):  # the experts' weights have gradients of zeros, and the backward its exchanges
             rows, numbers = functional.pad(rows, (0, 0, 0, 1)), numbers.new_zeros(1)
         output = self._forward(rows, numbers[:, None], torch.ones_like(numbers[:, None], dtype=rows.dtype))
-        (mine,) = exchanged(
+        (mine,) = with_backward(
             lambda rows: (returned(rows),), lambda gradient: (dispatched(gradient[order]),), output[: sum(received)]
         )
         return (torch.unflatten(mine, 0, index.shape) * weights[..., None]).sum(1)

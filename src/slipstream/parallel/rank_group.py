@@ -19,13 +19,12 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from slipstream.autograd_calls import with_backward
 from slipstream.errors import LostRankError, SlipstreamError
 from slipstream.watchdog import explain_loss, finished_ranks, waiting
 
 _Result = TypeVar("_Result")
-TensorFunction = Callable[..., tuple[Tensor, ...]]
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
@@ -248,31 +247,10 @@ class RankGroup:
         self.payload[name] += tensor.nbytes
 
 
-class _Exchange(torch.autograd.Function):
-    """One function of tensors forward, another one of their gradients backward."""
-
-    @staticmethod
-    def forward(ctx: Any, forward: TensorFunction, backward: TensorFunction, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.of_gradients = backward
-        return forward(*tensors)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *ctx.of_gradients(*gradients)
-
-
-def exchanged(forward: TensorFunction, backward: TensorFunction, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Returns the results of `forward` on tensors, whose gradients `backward` computes from those of its results: two
-    exchanges between ranks, each another's backward. Collective, as is the backward."""
-    results: tuple[Tensor, ...] = _Exchange.apply(forward, backward, *tensors)  # type: ignore[no-untyped-call]
-    return results
-
-
 def sum_over_ranks(tensor: Tensor, group: RankGroup) -> Tensor:
     """Returns the sum of the ranks' tensors, on all ranks; each gets the gradient of the sum. Collective."""
     # in new memory, as a recomputation may have kept the inputs
-    return exchanged(lambda value: (group.sum(copied(value)),), lambda gradient: (gradient,), tensor)[0]
+    return with_backward(lambda value: (group.sum(copied(value)),), lambda gradient: (gradient,), tensor)[0]
 
 
 def copied(tensor: Tensor) -> Tensor:

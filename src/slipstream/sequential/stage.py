@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from slipstream.attention import ContextError, ContextStore
+from slipstream.autograd_calls import with_backward
 from slipstream.model.autograd_memory import RecomputePolicy, recompute_in_backward, without_saved_tensors_hooks
 from slipstream.model.hooks.token_slice import active_forward, note_output
 from slipstream.model.pipeline_stage import PipelineStage
@@ -256,26 +256,19 @@ def _stash(layer: SkipStash, value: LayerValue, skips: Skips, after: LayerBounda
     tensors = list(as_tuple(value))
     skip = main = tensors[layer.index]
     if torch.is_grad_enabled() and main.requires_grad:
-        main, skip = _Fork.apply(main)  # type: ignore[no-untyped-call]
+        main, skip = with_backward(
+            lambda whole: (whole.view_as(whole), whole.view_as(whole)), _joined, main, fills=False
+        )
     skips[layer.skip.name] = skip
     tensors[layer.index] = main
     return as_value(_own(tuple(tensors), after.changed), after.is_tuple)
 
 
-class _Fork(torch.autograd.Function):
-    """Returns one tensor as two."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.set_materialize_grads(False)
-        return tensor.view_as(tensor), tensor.view_as(tensor)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, main: Tensor | None, skip: Tensor | None) -> Tensor | None:
-        if main is None or skip is None:
-            return skip if main is None else main
-        return main + skip
+def _joined(main: Tensor | None, skip: Tensor | None) -> tuple[Tensor | None]:
+    """Returns the gradient of a tensor that goes two ways, of which one may lead nowhere."""
+    if main is None or skip is None:
+        return (skip if main is None else main,)
+    return (main + skip,)
 
 
 class SharedTensors:
@@ -298,9 +291,19 @@ class SharedTensors:
         one's graph begins here."""
         views = [self._view(index, tokens) for index in range(len(self._tensors))]
         if self._numbers and torch.is_grad_enabled():
+            is_first = brought is not None
             begin = (torch.empty(0, requires_grad=True),)
             ends = begin if brought is None else tuple(brought[index] for index in self._numbers)
-            leaves: Tensors = _Reading.apply(self, tokens, brought is not None, *ends)  # type: ignore[no-untyped-call]
+
+            def differentiable(*_: Tensor) -> list[Tensor]:
+                return [self._view(index, tokens) for index in self._numbers]
+
+            def leave(*gradients: Tensor | None) -> list[Tensor | None]:
+                self._add(gradients, tokens)
+                return self._take() if is_first else [None]
+
+            # All at the same time, so that every sum is taken if slice 0's loss depends on any of them.
+            leaves = with_backward(differentiable, leave, *ends, fills=False)
             for index, tensor in zip(self._numbers, leaves, strict=True):
                 views[index] = tensor
         return tuple(views)
@@ -313,11 +316,7 @@ class SharedTensors:
                 "it. loss_fn must return a sum that depends on the outputs, even where no target counts."
             )
 
-    def differentiable(self, tokens: range) -> Tensors:
-        """Returns the tensors that have a gradient, as a slice reads them."""
-        return tuple(self._view(index, tokens) for index in self._numbers)
-
-    def add(self, gradients: Sequence[Tensor | None], tokens: range) -> None:
+    def _add(self, gradients: Sequence[Tensor | None], tokens: range) -> None:
         """Adds a slice's gradients to the sums."""
         for index, gradient in zip(self._numbers, gradients, strict=True):
             if gradient is not None:
@@ -327,7 +326,7 @@ class SharedTensors:
                     self._gradients[index] = torch.zeros_like(like, dtype=wide)
                 self._part(self._gradients[index], index, tokens).add_(gradient)
 
-    def take(self) -> list[Tensor | None]:
+    def _take(self) -> list[Tensor | None]:
         """Returns the complete sums and forgets them."""
         sums = [(self._gradients.pop(index, None), self._tensors[index].dtype) for index in self._numbers]
         return [None if total is None else total.to(dtype) for total, dtype in sums]
@@ -339,22 +338,6 @@ class SharedTensors:
 
     def _part(self, tensor: Tensor, number: int, tokens: range) -> Tensor:
         return tensor[:, tokens.start : tokens.stop] if self._is_cut[number] else tensor.view_as(tensor)
-
-
-class _Reading(torch.autograd.Function):
-    """Connects all tensors at the same time, so that every sum is taken if slice 0's loss depends on any of them."""
-
-    @staticmethod
-    def forward(ctx: Any, shared: SharedTensors, tokens: range, is_first: bool, *ends: Tensor) -> Tensors:
-        ctx.shared, ctx.tokens, ctx.is_first = shared, tokens, is_first
-        ctx.set_materialize_grads(False)
-        return shared.differentiable(tokens)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.shared.add(gradients, ctx.tokens)
-        return None, None, None, *(ctx.shared.take() if ctx.is_first else [None])
 
 
 @lru_cache(maxsize=256)

@@ -25,10 +25,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from slipstream.autograd_calls import with_backward
 from slipstream.errors import SlipstreamError
 from slipstream.model.adapters import adapter_dropouts, dora_layers, inner_modules
 from slipstream.model.hooks.crossing_tensors import Arguments, hidden_states, with_hidden_states
-from slipstream.parallel.rank_group import RankGroup, copied, exchanged, sum_over_ranks
+from slipstream.parallel.rank_group import RankGroup, copied, sum_over_ranks
 from slipstream.parallel.tensor.plan import COLUMNS, ROWS, TensorRegion, TensorStyle
 
 TOKENS = 1  # the dimension: hidden states are (b, T, features)
@@ -194,7 +195,7 @@ def part_length(length: int, num_parts: int) -> int:
 
 
 def _apply(tensor: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:
-    return exchanged(lambda whole: (forward(whole),), lambda gradient: (backward(gradient),), tensor)[0]
+    return with_backward(lambda whole: (forward(whole),), lambda gradient: (backward(gradient),), tensor)[0]
 
 
 def _part(tensor: Tensor, group: RankGroup, dim: int, is_partial: bool) -> Tensor:

@@ -10,10 +10,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from slipstream.attention import ContextStore
+from slipstream.autograd_calls import begin_graph
 from slipstream.comm import Message, SkipMessages, Transport
 from slipstream.model import PipelineStage, Tensors, TensorSpec, storage_id, storage_ids
 from slipstream.model.autograd_memory import SliceReplay
@@ -90,27 +90,11 @@ def stage_inputs(inputs: Tensors, specs: Sequence[TensorSpec], on_gradient: Call
 
     `on_gradient` gets each gradient with the number of its input.
     """
-    begin: Any = _StageInput.apply
     begun, token = [*inputs], torch.empty(0, requires_grad=True)
     for index, (tensor, spec) in enumerate(zip(inputs, specs, strict=True)):
         if spec.needs_gradient:
-            begun[index] = begin(token, tensor, partial(on_gradient, index))
+            begun[index] = begin_graph(token, tensor, partial(on_gradient, index))
     return tuple(begun)
-
-
-class _StageInput(torch.autograd.Function):
-    """The identity; a leaf would hold its data as long as the graph lives."""
-
-    @staticmethod
-    def forward(ctx: Any, token: Tensor, hidden: Tensor, on_gradient: Callable[[Tensor], None]) -> Tensor:
-        ctx.on_gradient = on_gradient
-        return hidden.view_as(hidden)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
-        ctx.on_gradient(gradient)
-        return None, None, None
 
 
 def roots_of(outputs: Tensors) -> Roots:
