@@ -134,7 +134,7 @@ def _planned(config: Config, sequences: TrainingSequences, device: torch.device,
     options = replace(options, runtime=config.runtime.model_copy(update={"self_check": False}))
     try:
         family = CausalLMFamily(source_of(config), options, ranks, device)
-        request = family.expected_request(config.pipeline.num_ranks)
+        request = family.start_request(config.pipeline.num_ranks, expected)
         plan, _ = family.plan(config.pipeline.num_ranks, progress.say)
     except SlipstreamError as error:
         return PlannedMesh(config, obstacle=str(error))

@@ -76,7 +76,7 @@ def test_no_slice_is_longer_than_what_the_time_sufficed_to_measure(monkeypatch: 
 @pytest.mark.grid
 def test_what_it_does_is_told_now_and_then() -> None:
     said: list[str] = []
-    request = StartRequest(LENGTH, 1, 1, 2, "float32")
+    request = StartRequest(seq_len=LENGTH, num_microbatches=1, num_ranks=2, dtype="float32")
     start_plan.plan_start(llama(), request, Ranks.of(), torch.device("cpu"), said.append, every=0.0)
     text = " ".join(said)
     assert "measuring what the model's parts cost: " in text
@@ -194,7 +194,7 @@ def test_what_a_plan_holds_is_known_before_it_runs(vocabulary: Any, tied: bool, 
     """As it is rehearsed, with the parts of a head as without, and of tied weights."""
     pipe = planned(num_microbatches=4, vocabulary=vocabulary, config=llama(tie_word_embeddings=tied))
     units = ProfileUnits(measured[-1], StateBytes.of("float32"))
-    request = StartRequest(LENGTH, 1, 4, 2, "float32")
+    request = StartRequest(seq_len=LENGTH, num_microbatches=4, num_ranks=2, dtype="float32")
     assert pipe.plan is not None
     plan = pipe.plan.partition, pipe.plan.slices, pipe.plan.schedule, pipe.plan.recompute
     ratio = max(start_plan._most_bytes(units, request, *plan)) / rehearsed_bytes(pipe, tokens(batch=4, length=LENGTH))
@@ -207,7 +207,7 @@ def test_what_is_held_with_layers_that_are_computed_again_is_known(measured: lis
     config = llama(hidden_size=64, intermediate_size=192, max_position_embeddings=4 * LENGTH)
     planned(config=config, seq_len=4 * LENGTH)
     units, inputs = ProfileUnits(measured[-1], StateBytes.of("float32")), tokens(batch=2, length=2 * LENGTH)
-    request, most = StartRequest(2 * LENGTH, 1, 2, 2, "float32"), {}
+    request, most = StartRequest(seq_len=2 * LENGTH, num_microbatches=2, num_ranks=2, dtype="float32"), {}
     for schedule, slices in (("1f1b", (128,)), ("1f1b", (48, 32, 48)), ("zb-h1", (48, 32, 48))):
         for recompute in ("none", "full", "stage+full") if schedule == "1f1b" and len(slices) > 1 else ("full",):
             options = {"schedule": schedule, "slices": [*slices], "partition": [2, 2], "num_microbatches": 2}

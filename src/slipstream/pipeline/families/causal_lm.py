@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cached_property
 from math import inf
 from typing import Never
@@ -63,7 +62,7 @@ from slipstream.pipeline.families.causal_lm_layout import (
 from slipstream.pipeline.families.flop_estimate import FlopEstimate, flop_rates
 from slipstream.pipeline.families.model_family import ModelFamily
 from slipstream.pipeline.families.stage_layout import StageLayout
-from slipstream.pipeline.pipeline_options import PipelineOptions, SequenceLoss, torch_dtype
+from slipstream.pipeline.pipeline_options import ExpectedBatch, PipelineOptions, SequenceLoss, torch_dtype
 from slipstream.pipeline.tuning import StartRequest, is_free, measure_rates, plan_start
 from slipstream.pipeline.weights import WeightSource
 from slipstream.planner.joint import JointPlan, Vocabulary
@@ -158,17 +157,18 @@ class CausalLMFamily(ModelFamily):
         vocabulary: Vocabulary = self._ranks.run_on_leader(lambda: planned_vocabulary(*asked))
         return vocabulary
 
-    def start_request(self, num_ranks: int, seq_len: int, microbatch_size: int = 1) -> StartRequest:
-        """Returns the request for a plan. Collective, as `planned_vocabulary`."""
+    def start_request(self, num_ranks: int, expected: ExpectedBatch) -> StartRequest:
+        """Returns the request for a plan for such batches. Collective, as `planned_vocabulary`."""
         options = self._options
         is_autocast = torch.is_autocast_enabled(self._device.type)
         wide = "bf16" if is_autocast else str(self.config.dtype or torch.float32).removeprefix("torch.")
+        open_fields = {
+            "num_microbatches": expected.num_microbatches or options.num_microbatches,
+            "dtype": expected.dtype or options.precision.dtype or wide,
+        }
         return StartRequest(
-            seq_len=seq_len,
-            microbatch_size=microbatch_size,
-            num_microbatches=options.num_microbatches,
+            **vars(expected) | open_fields,
             num_ranks=num_ranks,
-            dtype=options.precision.dtype or wide,
             memory_limit=options.memory.limit,
             vocabulary=self.planned_vocabulary(num_ranks),
             parallel=options.parallel,
@@ -181,28 +181,16 @@ class CausalLMFamily(ModelFamily):
         return is_free(options) and not self.compiled
 
     def plan(self, num_ranks: int, say: Callable[[str], None]) -> tuple[JointPlan, StageRates]:
-        return plan_start(self.config, self.expected_request(num_ranks), self._ranks, self._device, say)
-
-    def expected_request(self, num_ranks: int) -> StartRequest:
-        """Returns the request for the plan before the first step. Collective."""
-        expected = self._options.expected
-        assert expected is not None
-        request = self.start_request(num_ranks, expected.seq_len, expected.microbatch_size)
-        return replace(
-            request,
-            num_microbatches=expected.num_microbatches or request.num_microbatches,
-            longest=expected.longest,
-            dtype=expected.dtype or request.dtype,
-            device_memory=expected.device_memory,
-            effort=expected.effort,
-        )
+        assert self._options.expected is not None
+        request = self.start_request(num_ranks, self._options.expected)
+        return plan_start(self.config, request, self._ranks, self._device, say)
 
     def measured_rates(
         self, layout: StageLayout, length: int, num_rows: int, say: Callable[[str], None]
     ) -> StageRates | None:
         if self.compiled:
             return None
-        request = self.start_request(layout.num_ranks, length, num_rows)
+        request = self.start_request(layout.num_ranks, ExpectedBatch(length, num_rows))
         partition = [stage.stop - stage.start for stage in layout.layers]
         setting = "none" if layout.recompute is None else str(layout.recompute.setting)
         again = setting if setting in ("full", "stage", "stage+full") else "none"

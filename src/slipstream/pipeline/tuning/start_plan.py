@@ -41,7 +41,7 @@ from slipstream.model.adapters import ALL_WEIGHTS, TrainedWeights
 from slipstream.options import Parallelism
 from slipstream.parallel import Ranks, possible_exchanges
 from slipstream.pipeline.cut_batch import token_bytes
-from slipstream.pipeline.pipeline_options import PipelineOptions
+from slipstream.pipeline.pipeline_options import ExpectedBatch, PipelineOptions
 from slipstream.pipeline.tuning.row_plan import granularity_for
 from slipstream.planner.joint import (
     JointPlan,
@@ -65,40 +65,28 @@ _REPEATS = 6  # of a point, at most
 _UNSEEN = 0.01  # of the counted bytes: those that parts measured alone hold only together
 
 
-@dataclass(frozen=True)
-class StartRequest:
-    """The request for a plan before the first step.
+@dataclass(frozen=True, kw_only=True)
+class StartRequest(ExpectedBatch):
+    """The request for a plan before the first step: the batches that it is for, whose `dtype` is as in
+    `ProfileSettings`, and what it must keep to.
 
     Args:
-        seq_len: tokens of a sequence.
-        microbatch_size: rows of a microbatch.
-        num_microbatches: microbatches of a step.
         num_ranks: ranks of the pipeline.
-        dtype: in which the model computes, as in `ProfileSettings`.
         memory_limit: bytes of each rank. None: no limit.
         vocabulary: whether the head is to be whole or spread over the ranks. "auto": whichever is faster.
         parallel: how ranks share the work of a stage.
         tied: whether the head's weight embeds too.
-        longest: tokens of the longest sequence for which costs are wanted. None: `seq_len`.
         trained: what of the model is trained.
-        device_memory: bytes of each rank within which it is planned where it can be, without a memory limit. None: not
-            known.
-        effort: of the search, as a share of that for a run.
     """
 
-    seq_len: int
-    microbatch_size: int
     num_microbatches: int
-    num_ranks: int
     dtype: str
+    num_ranks: int
     memory_limit: float | None = None
     vocabulary: Vocabulary = "whole"
     parallel: Parallelism = Parallelism()
     tied: bool = False
-    longest: int | None = None
     trained: TrainedWeights = ALL_WEIGHTS
-    device_memory: float | None = None
-    effort: float = 1.0
 
     @property
     def granularity(self) -> int:
