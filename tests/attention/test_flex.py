@@ -13,6 +13,7 @@ from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
 from slipstream.attention import AttentionSite, ContextStore, KeyRanges, flex
 from slipstream.attention.backend import QueryState, TileGradients
+from slipstream.attention.masked_math import MaskedMath
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
 
@@ -60,7 +61,7 @@ def test_the_mask_has_the_blocks_that_are_seen(case: tuple[KeyRanges, int], soft
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flex, "_compiled", lambda: flex_attention)
         output, _ = flex.FlexCUDA(site).attend(query, key, value)
-    wanted = flex._plain_attention([query, key, value], ranges, 0.3, softcap)
+    wanted, _ = MaskedMath(site).attend(query, key, value)
     assert torch.allclose(output, wanted, atol=1e-12)
     blocks = flex._block_mask(ranges, torch.device("cpu")).to_dense()[:, 0]
     own = torch.arange(ranges.start, ranges.end)[:, None]

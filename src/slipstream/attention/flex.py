@@ -17,6 +17,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from slipstream.attention.backend import AttentionBackend, AttentionSite, QueryState, TileGradients
 from slipstream.attention.fused_cuda import fits_kernels
+from slipstream.attention.masked_math import MaskedMath
 from slipstream.attention.masks import KeyRanges
 from slipstream.attention.store import AttentionResult, ContextStore
 
@@ -27,7 +28,7 @@ _MOST_ERROR = 0.03  # of a small slice in bfloat16, relative to the largest numb
 
 @cache
 def flex_works(device: torch.device, softcap: float | None) -> bool:
-    """Returns whether compiled kernels agree with plain attention on a small slice; warns where they don't."""
+    """Returns whether compiled kernels agree with masked math on a small slice; logs where they don't."""
     if find_spec("triton") is None:
         return False
     try:
@@ -158,34 +159,20 @@ def _ordered(chosen: Tensor) -> tuple[Tensor, Tensor]:
     return chosen.sum(-1, dtype=torch.int32)[:, None], order.int()[:, None]
 
 
-@torch.enable_grad()
 def _error(device: torch.device, softcap: float | None) -> float:
-    """Returns the largest difference of a slice's output and gradients from plain attention in float32, relative to the
+    """Returns the largest difference of a slice's output and gradients from masked math in float32, relative to the
     largest number of each."""
     start, length, generator = 60, 260, torch.Generator(device).manual_seed(0)
     first_key = torch.stack([torch.arange(length) // period * period for period in (100, 70)])[:, start:]
-    ranges = KeyRanges(first_key, start)
+    site = AttentionSite(ContextStore(length), 0, KeyRanges(first_key, start), 0.2, softcap)
     sizes = (4, length - start), (2, length), (2, length), (4, length - start)
-    query, key, value, grad = (
-        torch.randn(2, heads, tokens, 64, device=device, generator=generator).bfloat16() for heads, tokens in sizes
-    )
-    kernel = FlexCUDA(AttentionSite(ContextStore(length), 0, ranges, 0.2, softcap))
-    output, logsumexp = kernel.attend(query, key, value)
+    drawn = [torch.randn(2, *size, 64, device=device, generator=generator).bfloat16() for size in sizes]
+    found, wanted = _results(FlexCUDA(site), *drawn), _results(MaskedMath(site), *(tensor.float() for tensor in drawn))
+    return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, wanted, strict=True))
+
+
+def _results(backend: AttentionBackend, query: Tensor, key: Tensor, value: Tensor, grad: Tensor) -> list[Tensor]:
+    output, logsumexp = backend.attend(query, key, value)
     grads = TileGradients(query, *(torch.zeros_like(tensor, dtype=torch.float32) for tensor in (key, value)))
-    results = [output, *kernel.differentiate(QueryState(query, output, logsumexp, grad), key, value, grads), *grads[1:]]
-    leaves = [tensor.float().requires_grad_() for tensor in (query, key, value)]
-    plain = _plain_attention(leaves, ranges, 0.2, softcap)
-    wanted = [plain, *torch.autograd.grad(plain, leaves, grad.float())]
-    return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(results, wanted, strict=True))
-
-
-def _plain_attention(inputs: list[Tensor], ranges: KeyRanges, scale: float, softcap: float | None) -> Tensor:
-    query, key, value = inputs
-    group = query.shape[1] // key.shape[1]
-    scores = query @ key.repeat_interleave(group, 1).mT * scale
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    positions = torch.arange(ranges.start, ranges.end, device=query.device)[:, None]
-    keys = torch.arange(ranges.first, ranges.end, device=query.device)
-    seen = (keys <= positions) & (keys >= ranges.first_key.to(query.device)[..., None])  # (rows, T, S)
-    return scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1) @ value.repeat_interleave(group, 1)
+    queries = QueryState(query, output, logsumexp, grad)
+    return [output, *backend.differentiate(queries, key, value, grads), *grads[1:]]
