@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from slipstream.attention import ContextStore
 from slipstream.errors import SlipstreamError
 from slipstream.keyed_draws import keyed_seed
-from slipstream.model.attached_code import HOOKS
+from slipstream.model.attached_code import HOOKS, cell_contents
 from slipstream.model.given_model import HOOK_NAMES
 from slipstream.model.tensors import Tensors
 from slipstream.model.weight_gradients import is_compiled
@@ -237,14 +237,7 @@ def _references(module: nn.Module) -> Iterator[object]:
         elif isinstance(value, ReferenceType):
             waiting.append(value())
         elif isinstance(value, CellType):
-            waiting += _cell_contents(value)
-
-
-def _cell_contents(cell: CellType) -> list[Any]:
-    try:
-        return [cell.cell_contents]
-    except ValueError:  # nothing is assigned yet
-        return []
+            waiting.append(cell_contents(value))
 
 
 def find_skip_routes(layers: Sequence[SequentialLayer]) -> list[SkipRoute]:

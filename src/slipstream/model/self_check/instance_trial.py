@@ -16,7 +16,6 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from types import FunctionType, MethodType, ModuleType
@@ -29,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from slipstream.attention import ContextStore
+from slipstream.keyed_draws import kept_random_states
 from slipstream.model.anatomy import ModelAnatomy
 from slipstream.model.attached_code import HOOKS, cell_contents, copy_modules, copy_with_shared_weights, global_values
 from slipstream.model.causal_lm_stage import CausalLMStage
@@ -90,7 +90,7 @@ def try_changes(
     """
     anatomy = replace(anatomy, halves=(), separate_ends=frozenset(), shared=())
     trial = _Trial(model, anatomy, given, packs, most_in_float64)
-    with torch.random.fork_rng(devices=[]), _python_draws_kept():
+    with kept_random_states():
         try:
             return trial.run()
         except _EndedTrialError as error:
@@ -414,16 +414,6 @@ def _drop_nothing(model: nn.Module) -> None:
             is_rate = "drop" in name or "jitter" in name or (name == "p" and isinstance(module, nn.Dropout))
             if isinstance(value, float) and is_rate:
                 setattr(module, name, 0.0)
-
-
-@contextmanager
-def _python_draws_kept() -> Iterator[None]:
-    python, numbers = random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numbers)
 
 
 def _states(model: nn.Module) -> list[object]:
