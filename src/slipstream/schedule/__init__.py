@@ -19,7 +19,6 @@ from slipstream.schedule.generators import (
     zb_v,
 )
 from slipstream.schedule.lowering import (
-    NARROWEST_WINDOW,
     Channel,
     Direction,
     add_communication,
@@ -30,6 +29,7 @@ from slipstream.schedule.lowering import (
     freeze_stages,
     join_backwards,
     receives_in_flight,
+    send_window,
     send_windows,
     split_backwards,
     unit_seconds,

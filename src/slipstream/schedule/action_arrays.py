@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from slipstream.array_types import Flags, Floats, Ints
-from slipstream.schedule.action import NUMBERS, OPS, Action, Op
+from slipstream.schedule.action import COMMUNICATION, NUMBERS, OPS, Action, Op
 from slipstream.schedule.rules import predecessors
 from slipstream.schedule.schedule import ActionRows, Schedule
 
@@ -283,6 +283,63 @@ class ActionArrays(ActionRows):
         places = np.concatenate([forward + 1, needed[by_use] - ahead])
         op = np.repeat([NUMBERS[Op.OFFLOAD], NUMBERS[Op.RELOAD]], len(forward))
         return self.with_more(places, op, np.concatenate([forward, forward[by_use]]))
+
+
+class StageMessages(NamedTuple):
+    """Messages between stages, in the order of their sends. A moment is a number that grows along a rank's row."""
+
+    sender: Ints  # the action whose result is sent
+    user: Ints  # the action that needs it
+    sent: Ints  # the moment of the SEND
+    posted: Ints  # the moment of the RECV
+    done: Ints  # the moment at which each action of the order runs
+    lines: list[Ints]  # the messages of each channel
+
+    @classmethod
+    def of(cls, arrays: ActionArrays, lowered: Schedule) -> StageMessages:
+        """Returns those of an order, of which `lowered` has the sends and receives."""
+        whole, sender, user = ActionArrays.of(lowered), *_ends_of_messages(arrays)
+        kinds = ((Op.SEND_F, Op.SEND_B), sender), ((Op.RECV_F, Op.RECV_B), user)
+        places = ([whole.places(op)[arrays.stage[who], arrays.slices[who]] for op in ops] for ops, who in kinds)
+        sent, posted = (np.where(arrays.op[sender] == NUMBERS[Op.F], *of_kind) for of_kind in places)
+        order, done = np.argsort(sent), np.flatnonzero(~whole.is_one_of(*COMMUNICATION))
+        sender, user = sender[order], user[order]
+        return cls(sender, user, sent[order], posted[order], done, _lines(arrays, sender, user))
+
+    @classmethod
+    def placed(cls, arrays: ActionArrays, seconds: Floats, run: RowsRun, ahead: int = 1) -> StageMessages:
+        """Returns those of an order without any, as `slipstream.schedule.add_communication` places them.
+
+        A receive is posted before the action number `posted // 3`, where its rank stands when the message is sent, or
+        `ahead` actions before it is needed, and not after that of a later message.
+        """
+        (sender, user), ends = _ends_of_messages(arrays), arrays.ends(seconds, run)
+        starts, before, lines = ends - seconds, np.zeros_like(user), _lines(arrays, sender, user)
+        for mine in lines:
+            begin, end = arrays.firsts[(rank := arrays.rank[user[mine[0]]])], arrays.firsts[rank + 1]
+            witnessed = begin + np.searchsorted(starts[begin:end], ends[sender[mine]])
+            latest = np.minimum(witnessed, np.maximum(user[mine] - ahead, begin))
+            before[mine] = np.minimum.accumulate(latest[::-1])[::-1]
+        return cls(sender, user, 3 * sender + 4, 3 * before, 3 * np.arange(len(ends)) + 2, lines)
+
+    def most_posted(self, line: Ints) -> int:
+        """Returns the most receives of a channel that are posted at the same time and whose users haven't run."""
+        posted, done = self.posted[line], np.sort(self.done[self.user[line]])
+        return int((np.searchsorted(np.sort(posted), posted, "right") - np.searchsorted(done, posted, "right")).max())
+
+
+def _ends_of_messages(arrays: ActionArrays) -> tuple[Ints, Ints]:
+    user = np.flatnonzero(arrays.producer >= 0)
+    user = user[np.argsort(arrays.producer[user], kind="stable")]
+    return arrays.producer[user], user
+
+
+def _lines(arrays: ActionArrays, sender: Ints, user: Ints) -> list[Ints]:
+    size = arrays.schedule.num_ranks
+    lines = ((arrays.op[sender] == NUMBERS[Op.F]) * size + arrays.rank[sender]) * size + arrays.rank[user]
+    order = np.argsort(lines, kind="stable")
+    ends = np.flatnonzero(np.diff(lines[order], append=-1)) + 1
+    return np.split(order, ends[:-1]) if len(order) else []
 
 
 def run_rows(

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from slipstream.schedule.action import BACKWARDS, COMMUNICATION, RECEIVES, SENDS, Action, Op, ScheduleError
-from slipstream.schedule.rules import consumer, sending
+from slipstream.schedule.rules import sending
 from slipstream.schedule.schedule import Schedule
 from slipstream.schedule.validation import grid, running_order, validate
 
@@ -145,25 +144,20 @@ def add_communication(schedule: Schedule, ahead: int = 1) -> Schedule:
 
 def _place_receives(schedule: Schedule, ahead: int) -> defaultdict[tuple[int, int], list[Action]]:
     """Returns the RECVs that stand before each (rank, index) of the compute-only schedule, in order of arrival."""
-    from slipstream.schedule.action_arrays import run_rows  # loads numpy
+    from slipstream.schedule.action_arrays import StageMessages, run_rows  # loads numpy
 
     order, arrays = validate(schedule), _arrays(schedule)
-    seconds = arrays.each(unit_seconds)
-    all_ends = arrays.ends(seconds, run_rows)
-    starts = (all_ends - seconds).tolist()
-    rank_starts = [starts[first:end] for first, end in pairwise(arrays.firsts.tolist())]
-    ends = dict(zip(chain.from_iterable(schedule.actions), all_ends.tolist(), strict=True))
-    latest: dict[Channel, int] = {}  # where the channel's next RECV stands
+    seconds, actions = arrays.each(unit_seconds), [*chain.from_iterable(schedule.actions)]
+    ends = dict(zip(actions, arrays.ends(seconds, run_rows).tolist(), strict=True))
+    sender, user, _, posted, *_ = StageMessages.placed(arrays, seconds, run_rows, ahead)
+    ranks = arrays.rank[user]
+    places = zip(sender.tolist(), ranks.tolist(), (posted // 3 - arrays.firsts[ranks]).tolist(), strict=True)
+    before = {actions[number]: place for number, *place in places}
     receives: defaultdict[tuple[int, int], list[Action]] = defaultdict(list)
     for producer in sorted(order, key=ends.__getitem__, reverse=True):
-        send = sending(producer, schedule)
-        if send is None:
-            continue
-        line = channel(send, schedule)
-        witnessed = bisect_left(rank_starts[line.destination], ends[producer])
-        _, needed = schedule.positions[consumer(send.other_end, schedule)]
-        latest[line] = min(witnessed, max(needed - ahead, 0), latest.get(line, needed))
-        receives[line.destination, latest[line]].insert(0, send.other_end)
+        if send := sending(producer, schedule):
+            rank, index = before[producer]
+            receives[rank, index].insert(0, send.other_end)
     return receives
 
 
@@ -208,22 +202,21 @@ def _ends_by_channel(schedule: Schedule, ops: frozenset[Op]) -> defaultdict[Chan
     return ends
 
 
-def receives_in_flight(schedule: Schedule) -> Counter[Channel]:
+def receives_in_flight(schedule: Schedule) -> dict[Channel, int]:
     """Returns, per channel, the most receives posted at the same time whose consumers have not run: its buffers."""
-    most: Counter[Channel] = Counter()
-    for row in schedule.actions:
-        posted: dict[Action, Channel] = {}  # consumer -> channel
-        num_posted: Counter[Channel] = Counter()
-        for action in row:
-            if action.op in RECEIVES:
-                line = posted[consumer(action, schedule)] = channel(action, schedule)
-                num_posted[line] += 1
-                most[line] = max(most[line], num_posted[line])
-            elif action in posted:
-                num_posted[posted.pop(action)] -= 1
-    return most
+    from slipstream.schedule.action_arrays import StageMessages  # loads numpy
+
+    arrays = _arrays(without_communication(schedule))
+    messages, actions = StageMessages.of(arrays, schedule), [*chain.from_iterable(arrays)]
+    sends = [(sending(actions[messages.sender[line[0]]], schedule), line) for line in messages.lines]
+    return {channel(send, schedule): messages.most_posted(line) for send, line in sends if send}
 
 
 def send_windows(schedule: Schedule) -> dict[Channel, int]:
     """Returns how many sends of a channel may be on their way before the next one waits for the oldest."""
-    return {line: max(NARROWEST_WINDOW, 2 * most_posted) for line, most_posted in receives_in_flight(schedule).items()}
+    return {line: send_window(most_posted) for line, most_posted in receives_in_flight(schedule).items()}
+
+
+def send_window(most_posted: int) -> int:
+    """Returns that number, where so many receives are posted at the same time."""
+    return max(NARROWEST_WINDOW, 2 * most_posted)

@@ -10,15 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from slipstream.array_types import Flags, Floats, Ints
 from slipstream.schedule import (
     BACKWARDS,
-    COMMUNICATION,
-    NARROWEST_WINDOW,
     VOCABULARY,
     Action,
     Channel,
@@ -26,12 +24,13 @@ from slipstream.schedule import (
     Schedule,
     SkipSend,
     VocabularyMessages,
+    send_window,
     sending,
     unit_seconds,
     without_communication,
 )
 from slipstream.schedule.action import NUMBERS, OPS
-from slipstream.schedule.action_arrays import ActionArrays, first_of
+from slipstream.schedule.action_arrays import ActionArrays, StageMessages, first_of
 from slipstream.simulator.costs import (
     Footprint,
     MemoryKind,
@@ -46,16 +45,6 @@ _F, _B, _I, _W = (NUMBERS[op] for op in (Op.F, Op.B, Op.I, Op.W))
 _ALWAYS = MemoryKind.PARAMETERS, MemoryKind.OPTIMIZER, MemoryKind.MESSAGES
 NO_MOMENT = Footprint(0.0, -np.inf)  # of a reduction: the next action holds as much
 GRADIENT_MAKERS = ((Op.B,), (Op.I,), (Op.W,), (Op.VW, Op.EW))  # the ops of which a stage's first makes weight gradients
-
-
-class _Messages(NamedTuple):
-    """Messages between stages, in the order of their sends. A moment is a number that grows along a rank's row."""
-
-    sender: Ints  # the action whose result is sent
-    user: Ints  # the action that needs it
-    sent: Ints  # the moment of the SEND
-    posted: Ints  # the moment of the RECV
-    done: Ints  # the moment at which each action of the order runs
 
 
 @dataclass(frozen=True)
@@ -239,47 +228,13 @@ class OrderBytes:
         return (self.arrays.stage < self.arrays.schedule.num_frozen_stages) | self.arrays.has(Op.OFFLOAD)
 
     @cached_property
-    def _messages(self) -> _Messages:
+    def _messages(self) -> StageMessages:
         """The messages between stages, of an order that isn't lowered at the moments that lowering would give them."""
-        arrays, lowered = self.arrays, self.lowered
-        user = np.flatnonzero(arrays.producer >= 0)
-        user = user[np.argsort(arrays.producer[user], kind="stable")]
-        sender = arrays.producer[user]
-        if lowered is None:
-            numbers = np.arange(len(arrays.op))
-            return _Messages(sender, user, 3 * sender + 4, 3 * self._posted(sender, user), 3 * numbers + 2)
-        whole, is_forward = ActionArrays.of(lowered), arrays.op[sender] == _F
-        kinds = ((Op.SEND_F, Op.SEND_B), sender), ((Op.RECV_F, Op.RECV_B), user)
-        places = ([whole.places(op)[arrays.stage[who], arrays.slices[who]] for op in ops] for ops, who in kinds)
-        sent, posted = (np.where(is_forward, *of_kind) for of_kind in places)
-        order, done = np.argsort(sent), np.flatnonzero(~whole.is_one_of(*COMMUNICATION))
-        return _Messages(sender[order], user[order], sent[order], posted[order], done)
-
-    def _posted(self, sender: Ints, user: Ints) -> Ints:
-        """Returns before which action of its rank each message's receive is posted.
-
-        It is where the rank stands when the message is sent, or one action before it is needed, and not after that of a
-        later message (`add_communication`).
-        """
+        if self.lowered is not None:
+            return StageMessages.of(self.arrays, self.lowered)
         from slipstream.simulator.time_kernel import run_rows  # loads numba
 
-        arrays, posted, seconds = self.arrays, np.zeros_like(user), self.arrays.each(unit_seconds)
-        ends = arrays.ends(seconds, run_rows)
-        starts = ends - seconds
-        for mine in self._lines(sender, user):
-            begin, end = arrays.firsts[(rank := arrays.rank[user[mine[0]]])], arrays.firsts[rank + 1]
-            witnessed = begin + np.searchsorted(starts[begin:end], ends[sender[mine]])
-            latest = np.minimum(witnessed, np.maximum(user[mine] - 1, begin))
-            posted[mine] = np.minimum.accumulate(latest[::-1])[::-1]
-        return posted
-
-    def _lines(self, sender: Ints, user: Ints) -> list[Ints]:
-        """Returns the messages of each channel."""
-        arrays, size = self.arrays, self.arrays.schedule.num_ranks
-        lines = ((arrays.op[sender] == _F) * size + arrays.rank[sender]) * size + arrays.rank[user]
-        order = np.argsort(lines, kind="stable")
-        ends = np.flatnonzero(np.diff(lines[order], append=-1)) + 1
-        return np.split(order, ends[:-1]) if len(order) else []
+        return StageMessages.placed(self.arrays, self.arrays.each(unit_seconds), run_rows)
 
     @cached_property
     def _sent_after(self) -> Ints:
@@ -295,12 +250,10 @@ class OrderBytes:
         channel as its window is wide. Those of a spread head's messages come from the same pool.
         """
         arrays, (before, rank, after) = self.arrays, self._neighbours
-        sender, user, sent, posted, done = self._messages
+        sender, user, sent, posted, done, lines = self._messages
         oldest = np.full_like(user, -1)
-        for mine in self._lines(sender, user):
-            open_receives = np.searchsorted(np.sort(posted[mine]), posted[mine], side="right")
-            open_receives -= np.searchsorted(np.sort(done[user[mine]]), posted[mine], side="right")
-            window = max(NARROWEST_WINDOW, 2 * int(open_receives.max()))
+        for mine in lines:
+            window = send_window(self._messages.most_posted(mine))
             oldest[mine[window:]] = mine[:-window]
         waits = np.flatnonzero(oldest >= 0)
         last_with_input = np.where(self._needs_no_input, arrays.op == _F, (arrays.op == _B) | (arrays.op == _W))
