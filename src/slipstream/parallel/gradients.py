@@ -25,6 +25,7 @@ from slipstream.parallel.rank_group import PendingWork, RankGroup
 BUCKET_BYTES = 25 * 2**20
 NamedParameter = tuple[str, nn.Parameter]
 Bucket = list[NamedParameter]
+RowBounds = Callable[[int, int, int], tuple[int, int]]  # (number of rows, owners, owner) -> [start, stop)
 
 
 @dataclass(frozen=True)
@@ -45,11 +46,11 @@ class PendingReduction:
         return cls(bucket, [gradient.shape for gradient in gradients], flat, flat, group.start_sum(flat))
 
     @classmethod
-    def scatter(cls, bucket: Bucket, group: RankGroup) -> PendingReduction:
+    def scatter(cls, bucket: Bucket, group: RankGroup, bounds: RowBounds = part_bounds) -> PendingReduction:
         """Starts to sum the gradients of a bucket, which it takes, each rank's rows for that rank. Collective."""
         gradients = take_gradients(bucket)
-        packed = pack_rows(gradients, group.size)
-        shapes = shapes_of_rows(gradients, group.rank, group.size)
+        packed = pack_rows(gradients, group.size, bounds)
+        shapes = shapes_of_rows(gradients, group.rank, group.size, bounds)
         return cls(bucket, shapes, packed, *group.start_reduce_scatter(packed))
 
     def finish(self) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
@@ -111,9 +112,9 @@ def add_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
     parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
 
-def rows_of(tensor: Tensor, owner: int, num_owners: int) -> range:
+def rows_of(tensor: Tensor, owner: int, num_owners: int, bounds: RowBounds = part_bounds) -> range:
     """Returns the rows of `tensor` that belong to one of several owners."""
-    return range(*part_bounds(tensor.shape[0] if tensor.ndim else 1, num_owners, owner))
+    return range(*bounds(tensor.shape[0] if tensor.ndim else 1, num_owners, owner))
 
 
 def take_rows(tensor: Tensor, rows: range) -> Tensor:
@@ -123,9 +124,9 @@ def take_rows(tensor: Tensor, rows: range) -> Tensor:
     return tensor if rows else tensor.reshape(1)[:0]
 
 
-def pack_rows(tensors: Sequence[Tensor], num_owners: int) -> Tensor:
+def pack_rows(tensors: Sequence[Tensor], num_owners: int, bounds: RowBounds = part_bounds) -> Tensor:
     """Returns each owner's rows of all tensors in one line, padded with zeros: (num_owners, width)."""
-    pieces = [piece for owner in range(num_owners) for piece in _line(tensors, owner, num_owners)]
+    pieces = [piece for owner in range(num_owners) for piece in _line(tensors, owner, num_owners, bounds)]
     return torch.cat(pieces).view(num_owners, sum(piece.numel() for piece in pieces) // num_owners)
 
 
@@ -138,15 +139,17 @@ def gather_rows(tensors: Sequence[Tensor], data: RankGroup) -> None:
             take_rows(tensor, rows_of(tensor, owner, data.size)).copy_(piece)
 
 
-def shapes_of_rows(tensors: Iterable[Tensor], owner: int, num_owners: int) -> list[torch.Size]:
+def shapes_of_rows(
+    tensors: Iterable[Tensor], owner: int, num_owners: int, bounds: RowBounds = part_bounds
+) -> list[torch.Size]:
     """Returns the shapes that one owner's rows of each tensor have, by which `unflatten_tensors` undoes `pack_rows`."""
-    return [take_rows(tensor, rows_of(tensor, owner, num_owners)).shape for tensor in tensors]
+    return [take_rows(tensor, rows_of(tensor, owner, num_owners, bounds)).shape for tensor in tensors]
 
 
-def _line(tensors: Sequence[Tensor], owner: int, num_owners: int) -> list[Tensor]:
+def _line(tensors: Sequence[Tensor], owner: int, num_owners: int, bounds: RowBounds = part_bounds) -> list[Tensor]:
     """Returns an owner's rows of every tensor, and zeros up to the first owner's length, which is the largest."""
     first, mine = (
-        [take_rows(tensor, rows_of(tensor, place, num_owners)).reshape(-1) for tensor in tensors]
+        [take_rows(tensor, rows_of(tensor, place, num_owners, bounds)).reshape(-1) for tensor in tensors]
         for place in (0, owner)
     )
     padding = sum(piece.numel() for piece in first) - sum(piece.numel() for piece in mine)

@@ -10,12 +10,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn import functional
 
 from slipstream.errors import SlipstreamError
 from slipstream.model import storage_id
 from slipstream.parallel.gpus import refuse_shards
-from slipstream.parallel.gradients import PendingReduction, add_gradient, in_buckets, take_gradients
+from slipstream.parallel.gradients import PendingReduction, add_gradient, in_buckets
 from slipstream.parallel.rank_group import RankGroup
 
 
@@ -89,11 +88,9 @@ class ShardedParameters:
         return iter(self._masters.items())
 
     def rows(self, name: str) -> range:
-        """Returns the rows (dim 0) of the parameter that this replica has, as torch.chunk distributes them."""
-        num_rows = self._shapes[name][0]
+        """Returns the rows (dim 0) of the parameter that this replica has."""
         copies = self._copies[name]
-        most = _most_rows(self._shapes[name], copies.size)
-        return range(min(most * copies.rank, num_rows), min(most * (copies.rank + 1), num_rows))
+        return range(*_chunk_bounds(self._shapes[name][0], copies.size, copies.rank))
 
     def whole(self, name: str, tensor: DTensor) -> Tensor:
         """Returns all rows of a parameter, in the dtype in which it computes. Collective over the replicas."""
@@ -135,9 +132,7 @@ class ShardedParameters:
         for copies in dict.fromkeys(self._copies[name] for name, _ in trained):
             alike = [named for named in trained if self._copies[named[0]] is copies]
             for bucket in in_buckets(alike, lambda parameter: parameter.grad_dtype or parameter.dtype):
-                packed = torch.cat([_in_parts(gradient, copies.size) for gradient in take_gradients(bucket)], 1)
-                shapes = [self._padded(name) for name, _ in bucket]
-                self._started.append(PendingReduction(bucket, shapes, packed, *copies.start_reduce_scatter(packed)))
+                self._started.append(PendingReduction.scatter(bucket, copies, _chunk_bounds))
         _reshard(self._modules[stage])
 
     @torch.no_grad()
@@ -148,19 +143,13 @@ class ShardedParameters:
             raise RuntimeError(f"the gradients of stages {sorted(self._missing)} were not reduced in this step")
         self._scale *= divisor
         for started in self._started:
-            for name, _, part in started.finish():
+            for name, _, gradient in started.finish():
                 if name in self._masters:
-                    gradient = part[: len(self.rows(name))]
                     add_gradient(self._masters[name], gradient if self._scale == 1 else gradient.div_(self._scale))
         self._started = []
 
     def _named(self) -> list[tuple[str, nn.Parameter]]:
         return [named for model in self._models.values() for named in model.named_parameters()]
-
-    def _padded(self, name: str) -> tuple[int, ...]:
-        """Returns the shape in which a replica's part is sent: that of the largest part."""
-        shape = self._shapes[name]
-        return (_most_rows(shape, self._copies[name].size), *shape[1:])
 
     def _check_trained(self) -> None:
         for name, master in self._masters.items():
@@ -268,12 +257,7 @@ def _rows_of(parameter: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(parameter.to_local().detach(), requires_grad=parameter.requires_grad)
 
 
-def _most_rows(shape: Sequence[int], size: int) -> int:
-    return -(-shape[0] // size)
-
-
-def _in_parts(gradient: Tensor, size: int) -> Tensor:
-    """Returns (size, numel of the largest part): each replica's rows in a line, padded with zeros."""
-    missing = _most_rows(gradient.shape, size) * size - gradient.shape[0]
-    padded = functional.pad(gradient.flatten(1) if gradient.ndim > 1 else gradient[:, None], (0, 0, 0, missing))
-    return padded.reshape(size, -1)
+def _chunk_bounds(num_rows: int, size: int, rank: int) -> tuple[int, int]:
+    """Returns the [start, stop) of a replica's rows, as torch.chunk distributes them."""
+    most = -(-num_rows // size)
+    return min(most * rank, num_rows), min(most * (rank + 1), num_rows)
