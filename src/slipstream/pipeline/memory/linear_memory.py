@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,7 +14,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.schedule import Action, Op, Schedule, without_communication
 from slipstream.schedule.action import OPS
 from slipstream.schedule.action_arrays import ActionArrays
-from slipstream.simulator import MemoryTable
+from slipstream.simulator import Footprint, MemoryTable, StageSlice
 from slipstream.simulator.memory_account import NO_MOMENT, OrderBytes, bytes_of_stages
 
 _LONGEST_ROW = 768  # tokens of the rows that are rehearsed
@@ -143,27 +143,26 @@ class LinearMemoryModel:
     @cached_property
     def _fits(self) -> Mapping[tuple[int, bool, bool, Op], tuple[Floats, Floats]]:
         """The bytes each action leaves, and its peak: of a constant, a token of the slice, a token up to its end."""
-        points = defaultdict(list)
-        for slices, table in self.rehearsed:
-            for (unit, op), footprint in table.footprints.items():
-                end = sum(slices[: unit.slice + 1])
-                peak = footprint.peak - self._allocated(op, unit.stage, unit.slice, slices)
-                points[unit.stage, unit.recomputed, unit.offloaded, op].append(
-                    (slices[unit.slice], end, footprint.leaves, peak)
-                )
+        points = self._points(lambda table: table.footprints)
         return {key: (_affine(rows, 2), _raised(rows, 3)) for key, rows in points.items()}
 
     @cached_property
     def _firsts(self) -> Mapping[tuple[int, bool, bool, Op], Floats]:
         """The peaks of the actions that make weight gradients."""
-        points = defaultdict(list)
-        for slices, table in self.rehearsed:
-            for (unit, op), first in table.first.items():
-                peak = first - self._allocated(op, unit.stage, unit.slice, slices)
-                points[unit.stage, unit.recomputed, unit.offloaded, op].append(
-                    (slices[unit.slice], sum(slices[: unit.slice + 1]), 0.0, peak)
-                )
+        points = self._points(lambda table: {key: Footprint(0.0, first) for key, first in table.first.items()})
         return {key: _raised(rows, 3) for key, rows in points.items()}
+
+    def _points(
+        self, known: Callable[[MemoryTable], Mapping[tuple[StageSlice, Op], Footprint]]
+    ) -> Mapping[tuple[int, bool, bool, Op], list[tuple[float, float, float, float]]]:
+        """Returns the tokens of each slice and up to its end, and what an action of it leaves and needs at most."""
+        points = defaultdict[tuple[int, bool, bool, Op], list[tuple[float, float, float, float]]](list)
+        for slices, table in self.rehearsed:
+            for (unit, op), footprint in known(table).items():
+                peak = footprint.peak - self._allocated(op, unit.stage, unit.slice, slices)
+                place = slices[unit.slice], sum(slices[: unit.slice + 1])
+                points[unit.stage, unit.recomputed, unit.offloaded, op].append((*place, footprint.leaves, peak))
+        return points
 
 
 def rows_to_rehearse(num_positions: int | None) -> list[Slices]:
