@@ -109,16 +109,12 @@ class _SliceComparison:
         self._dims: list[int | None] = []
         self._tokens: list[range] = []
         self._skips: dict[str, tuple[Tensor, int | None]] = {}
-        self._skips_before: dict[str, Tensor] = {}
 
     def before(self, layer: SequentialLayer, value: LayerValue) -> LayerValue:
         """Returns the output of a layer before the cut, in evaluation."""
         module = layer.module
-        if isinstance(module, SkipStash):
-            self._skips_before[module.skip.name] = as_tuple(value)[module.index]
-            return value
-        if isinstance(module, SkipPop):
-            return (*as_tuple(value), self._skips_before.pop(module.skip.name))
+        if isinstance(module, SkipStash | SkipPop):
+            return module(value)  # type: ignore[no-any-return]
         with torch.no_grad():
             return _called(layer, _copy(module, training=False), value)
 

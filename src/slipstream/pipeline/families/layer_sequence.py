@@ -111,10 +111,8 @@ class SequenceFamily(ModelFamily):
             trace = self._tracer.trace(whole, training=True)
         say(f"measuring what {len(self._layers)} layers cost")
         link = measure_link(self._tracer.device, self._ranks)
-        layers = self._layers, whole, trace, cut, self._tracer.device
-        measured: MeasuredLayers | SlipstreamError = self._ranks.broadcast(_or_error(lambda: measure_layers(*layers)))
-        if isinstance(measured, SlipstreamError):
-            raise measured
+        measure = partial(measure_layers, self._layers, whole, trace, cut, self._tracer.device)
+        measured: MeasuredLayers = self._ranks.broadcast(self._ranks.world.all_or_none(measure))
         units = units_between(len(self._layers), self._may_end_at)
         costs = SequenceUnits(measured, units, bytes_between(trace, cut), link)
         problem = JointProblem(
@@ -332,14 +330,6 @@ class SequenceFamily(ModelFamily):
         if layers.example is None:
             return None
         return counted_costs(self._tracer.trace(BatchSlice(layers.example), training=True))
-
-
-def _or_error(measure: Callable[[], MeasuredLayers]) -> MeasuredLayers | SlipstreamError:
-    """Returns the measurements, or why there are none."""
-    try:
-        return measure()
-    except SlipstreamError as error:
-        return error
 
 
 def _ranges(layout: StageLayout) -> list[range]:
