@@ -248,6 +248,16 @@ def cell_contents(cell: CellType) -> Any:
         return None
 
 
+def held_by(code: FunctionType | MethodType | partial[Any]) -> list[Any]:
+    """Returns what code holds: a function's closure and defaults, a method's function and object, a partial's
+    function and arguments."""
+    if isinstance(code, MethodType):
+        return [code.__func__, code.__self__]
+    if isinstance(code, partial):
+        return [code.func, *code.args, *code.keywords.values()]
+    return [*map(cell_contents, code.__closure__ or ()), *(code.__defaults__ or ())]
+
+
 def separate_modules(layers: Iterable[tuple[nn.Module, str, nn.Module]]) -> None:
     """Puts copies over the same weights in the place of modules that stand in several layers.
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from types import CellType, FunctionType, MethodType
+from types import FunctionType, MethodType
 from typing import Any, ClassVar
 from weakref import ReferenceType
 
@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from slipstream.attention import ContextStore
 from slipstream.errors import SlipstreamError
 from slipstream.keyed_draws import keyed_seed
-from slipstream.model.attached_code import HOOKS, cell_contents
+from slipstream.model.attached_code import HOOKS, held_by
 from slipstream.model.given_model import HOOK_NAMES
 from slipstream.model.tensors import Tensors
 from slipstream.model.weight_gradients import is_compiled
@@ -228,16 +228,10 @@ def _references(module: nn.Module) -> Iterator[object]:
             waiting += value.values()
         elif isinstance(value, list | tuple | set | frozenset):
             waiting += value
-        elif isinstance(value, FunctionType):
-            waiting += [*(value.__closure__ or ()), *(value.__defaults__ or ()), value.__dict__]
-        elif isinstance(value, MethodType):
-            waiting += [value.__self__, value.__func__]
-        elif isinstance(value, partial):
-            waiting += [value.func, value.args, value.keywords]
+        elif isinstance(value, FunctionType | MethodType | partial):
+            waiting += [*held_by(value), getattr(value, "__dict__", {})]
         elif isinstance(value, ReferenceType):
             waiting.append(value())
-        elif isinstance(value, CellType):
-            waiting.append(cell_contents(value))
 
 
 def find_skip_routes(layers: Sequence[SequentialLayer]) -> list[SkipRoute]:

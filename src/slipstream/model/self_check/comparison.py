@@ -215,7 +215,6 @@ def _largest_error(difference: str, errors: Mapping[str, float]) -> float:
     return max(errors.values())
 
 
-_TOLERANCE = 1e-5  # sums that a model forms in float32 differ by up to 1e-6
 _LAST = 8  # tokens that are exchanged
 
 
@@ -230,7 +229,7 @@ def check_causal(config: PretrainedConfig) -> None:
             difference = _difference(config)
     except Exception:  # the model's own code
         return
-    if difference > _TOLERANCE:
+    if difference > TOLERANCE:
         decoder = getattr(config, "is_decoder", None) is False
         hint = "Set is_decoder=True in its configuration to train it as a causal LM" if decoder else "Give a causal LM"
         raise SlipstreamError(
@@ -276,7 +275,7 @@ def _find(config: PretrainedConfig) -> LabelLoss:
         LabelLoss.NEXT: _mean(output.logits[:, :-1], tokens[:, 1:]),
         LabelLoss.SAME: _mean(output.logits, tokens),
     }
-    kinds = (kind for kind, loss in candidates.items() if abs(loss - output.loss) < _TOLERANCE * loss)
+    kinds = (kind for kind, loss in candidates.items() if abs(loss - output.loss) < TOLERANCE * loss)
     return next(kinds, LabelLoss.OTHER)
 
 

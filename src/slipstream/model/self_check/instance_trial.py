@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 from slipstream.attention import ContextStore
 from slipstream.keyed_draws import kept_random_states
 from slipstream.model.anatomy import ModelAnatomy
-from slipstream.model.attached_code import HOOKS, cell_contents, copy_modules, copy_with_shared_weights, global_values
+from slipstream.model.attached_code import HOOKS, copy_modules, copy_with_shared_weights, global_values, held_by
 from slipstream.model.causal_lm_stage import CausalLMStage
 from slipstream.model.cutting import PassThrough
 from slipstream.model.given_model import Change, GivenModel
@@ -447,13 +447,10 @@ def _values(value: Any, depth: int) -> list[object]:
     if not depth or isinstance(value, (nn.Module, Tensor, type)):
         return []
     inner: list[Any] = []
-    if isinstance(value, FunctionType):
-        inner = [cell_contents(cell) for cell in value.__closure__ or ()] + [*(value.__defaults__ or ())]
-        inner += [item for item in global_values(value).values() if not isinstance(item, FunctionType)]
-    elif isinstance(value, MethodType):
-        inner = [value.__func__, value.__self__]
-    elif isinstance(value, partial):
-        inner = [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, (FunctionType, MethodType, partial)):
+        inner = held_by(value)
+        if isinstance(value, FunctionType):
+            inner += [item for item in global_values(value).values() if not isinstance(item, FunctionType)]
     elif isinstance(value, dict):
         inner = [len(value), *value.values()]
     elif isinstance(value, (list, tuple, set)):
@@ -472,13 +469,9 @@ def _described(layer: nn.Module) -> Iterator[object]:
             return value
         if id(value) in places:
             return "part", places[id(value)]
-        if depth and isinstance(value, FunctionType):
-            cells = tuple(describe(cell_contents(cell), depth - 1) for cell in value.__closure__ or ())
-            return value.__code__, cells, tuple(describe(default, depth - 1) for default in value.__defaults__ or ())
-        if depth and isinstance(value, MethodType):
-            return describe(value.__func__, depth), describe(value.__self__, depth - 1)
-        if depth and isinstance(value, partial):
-            return describe(value.func, depth - 1), tuple(describe(argument, depth - 1) for argument in value.args)
+        if depth and isinstance(value, (FunctionType, MethodType, partial)):
+            code = value.__code__ if isinstance(value, FunctionType) else type(value)
+            return code, tuple(describe(part, depth - 1) for part in held_by(value))
         return id(value)
 
     for name, module in layer.named_modules(remove_duplicate=False):
@@ -487,7 +480,7 @@ def _described(layer: nn.Module) -> Iterator[object]:
         plain = ((key, value) for key, value in vars(module).items() if isinstance(value, _PLAIN))
         yield tuple((key, value) for key, value in plain if key not in ("layer_idx", "training"))
         for function in _own_functions(module):
-            yield describe(function, 4)
+            yield describe(function, 5)
 
 
 def _named(changes: Sequence[Change]) -> str:
