@@ -9,5 +9,4 @@ from slipstream.comm.transport import (
     LocalTransport,
     ScatterGather,
     Transport,
-    part_size,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from math import ceil, inf
+from math import inf
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from slipstream.comm.message import (
 )
 from slipstream.model import Tensors, TensorSpec
 from slipstream.parallel import PendingWork, RankGroup, Ranks, release_groups_at_exit
+from slipstream.parallel.tensor.hooks import part_length
 from slipstream.schedule import Channel, Schedule, send_windows
 from slipstream.watchdog import explain_loss, waiting
 
@@ -294,7 +295,7 @@ class ScatterGather(Transport):
         self.bytes_sent = self._parts.bytes_sent
 
     def _part(self, tensor: Tensor) -> Tensor:
-        size = part_size(tensor.numel(), self._tensor.size)
+        size = part_length(tensor.numel(), self._tensor.size)
         flat = functional.pad(tensor.detach().reshape(-1), (0, size * self._tensor.size - tensor.numel()))
         return flat.narrow(0, size * self._tensor.rank, size)
 
@@ -303,7 +304,7 @@ class ScatterGather(Transport):
 
     def post_receive(self, channel: Channel, message: Message, specs: Sequence[TensorSpec]) -> None:
         self._specs[message] = specs
-        sizes = [torch.Size([part_size(spec.shape.numel(), self._tensor.size)]) for spec in specs]
+        sizes = [torch.Size([part_length(spec.shape.numel(), self._tensor.size)]) for spec in specs]
         parts = [spec._replace(shape=size) for spec, size in zip(specs, sizes, strict=True)]
         self._parts.post_receive(channel, message, parts)
 
@@ -319,11 +320,6 @@ class ScatterGather(Transport):
 
     def finish(self) -> None:
         self._parts.finish()
-
-
-def part_size(size: int, num_parts: int) -> int:
-    """Returns the elements of each part of a message of `size`, the last one padded."""
-    return ceil(size / num_parts)
 
 
 class FakeTransport(Transport):

@@ -31,6 +31,7 @@ from slipstream.autograd_calls import with_backward
 from slipstream.errors import SlipstreamError
 from slipstream.model.hooks import TokenSlice
 from slipstream.options import numbers_exchanged
+from slipstream.parallel.mesh import divisors_text
 from slipstream.parallel.parameter_share import part_bounds
 from slipstream.parallel.rank_group import RankGroup, sum_over_ranks
 
@@ -205,11 +206,10 @@ def check_heads(num_heads: int, num_ranks: int, num_tensor_ranks: int = 1) -> No
     """Raises SlipstreamError where ranks can't have equal numbers of a layer's query heads, or of those of each of the
     ranks that share the layer."""
     if num_heads % num_ranks:
-        allowed = [divisor for divisor in range(1, num_heads + 1) if num_heads % divisor == 0]
         whose = f" of each of tp={num_tensor_ranks} ranks" if num_tensor_ranks > 1 else ""
         raise SlipstreamError(
             f"{num_heads} query heads{whose} can't be spread over cp={num_ranks} ranks. Give cp a divisor of "
-            f"{num_heads}: {', '.join(map(str, allowed))}; or give parallel.context_exchange=keys."
+            f"{num_heads}: {divisors_text(num_heads)}; or give parallel.context_exchange=keys."
         )
 
 

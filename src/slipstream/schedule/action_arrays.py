@@ -285,7 +285,7 @@ class ActionArrays(ActionRows):
         return self.with_more(places, op, np.concatenate([forward, forward[by_use]]))
 
 
-class StageMessages(NamedTuple):
+class MessageArrays(NamedTuple):
     """Messages between stages, in the order of their sends. A moment is a number that grows along a rank's row."""
 
     sender: Ints  # the action whose result is sent
@@ -296,7 +296,7 @@ class StageMessages(NamedTuple):
     lines: list[Ints]  # the messages of each channel
 
     @classmethod
-    def of(cls, arrays: ActionArrays, lowered: Schedule) -> StageMessages:
+    def of(cls, arrays: ActionArrays, lowered: Schedule) -> MessageArrays:
         """Returns those of an order, of which `lowered` has the sends and receives."""
         whole, sender, user = ActionArrays.of(lowered), *_ends_of_messages(arrays)
         kinds = ((Op.SEND_F, Op.SEND_B), sender), ((Op.RECV_F, Op.RECV_B), user)
@@ -307,7 +307,7 @@ class StageMessages(NamedTuple):
         return cls(sender, user, sent[order], posted[order], done, _lines(arrays, sender, user))
 
     @classmethod
-    def placed(cls, arrays: ActionArrays, seconds: Floats, run: RowsRun, ahead: int = 1) -> StageMessages:
+    def placed(cls, arrays: ActionArrays, seconds: Floats, run: RowsRun, ahead: int = 1) -> MessageArrays:
         """Returns those of an order without any, as `slipstream.schedule.add_communication` places them.
 
         A receive is posted before the action number `posted // 3`, where its rank stands when the message is sent, or

@@ -144,12 +144,12 @@ def add_communication(schedule: Schedule, ahead: int = 1) -> Schedule:
 
 def _place_receives(schedule: Schedule, ahead: int) -> defaultdict[tuple[int, int], list[Action]]:
     """Returns the RECVs that stand before each (rank, index) of the compute-only schedule, in order of arrival."""
-    from slipstream.schedule.action_arrays import StageMessages, run_rows  # loads numpy
+    from slipstream.schedule.action_arrays import MessageArrays, run_rows  # loads numpy
 
     order, arrays = validate(schedule), _arrays(schedule)
     seconds, actions = arrays.each(unit_seconds), [*chain.from_iterable(schedule.actions)]
     ends = dict(zip(actions, arrays.ends(seconds, run_rows).tolist(), strict=True))
-    sender, user, _, posted, *_ = StageMessages.placed(arrays, seconds, run_rows, ahead)
+    sender, user, _, posted, *_ = MessageArrays.placed(arrays, seconds, run_rows, ahead)
     ranks = arrays.rank[user]
     places = zip(sender.tolist(), ranks.tolist(), (posted // 3 - arrays.firsts[ranks]).tolist(), strict=True)
     before = {actions[number]: place for number, *place in places}
@@ -204,10 +204,10 @@ def _ends_by_channel(schedule: Schedule, ops: frozenset[Op]) -> defaultdict[Chan
 
 def receives_in_flight(schedule: Schedule) -> dict[Channel, int]:
     """Returns, per channel, the most receives posted at the same time whose consumers have not run: its buffers."""
-    from slipstream.schedule.action_arrays import StageMessages  # loads numpy
+    from slipstream.schedule.action_arrays import MessageArrays  # loads numpy
 
     arrays = _arrays(without_communication(schedule))
-    messages, actions = StageMessages.of(arrays, schedule), [*chain.from_iterable(arrays)]
+    messages, actions = MessageArrays.of(arrays, schedule), [*chain.from_iterable(arrays)]
     sends = [(sending(actions[messages.sender[line[0]]], schedule), line) for line in messages.lines]
     return {channel(send, schedule): messages.most_posted(line) for send, line in sends if send}
 

@@ -30,7 +30,7 @@ from slipstream.schedule import (
     without_communication,
 )
 from slipstream.schedule.action import NUMBERS, OPS
-from slipstream.schedule.action_arrays import ActionArrays, StageMessages, first_of
+from slipstream.schedule.action_arrays import ActionArrays, MessageArrays, first_of
 from slipstream.simulator.costs import (
     Footprint,
     MemoryKind,
@@ -228,13 +228,13 @@ class OrderBytes:
         return (self.arrays.stage < self.arrays.schedule.num_frozen_stages) | self.arrays.has(Op.OFFLOAD)
 
     @cached_property
-    def _messages(self) -> StageMessages:
+    def _messages(self) -> MessageArrays:
         """The messages between stages, of an order that isn't lowered at the moments that lowering would give them."""
         if self.lowered is not None:
-            return StageMessages.of(self.arrays, self.lowered)
+            return MessageArrays.of(self.arrays, self.lowered)
         from slipstream.simulator.time_kernel import run_rows  # loads numba
 
-        return StageMessages.placed(self.arrays, self.arrays.each(unit_seconds), run_rows)
+        return MessageArrays.placed(self.arrays, self.arrays.each(unit_seconds), run_rows)
 
     @cached_property
     def _sent_after(self) -> Ints:

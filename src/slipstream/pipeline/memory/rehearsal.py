@@ -12,11 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.comm import HEADER_BYTES, FakeTransport, Transport, message_bytes, part_size
+from slipstream.comm import HEADER_BYTES, FakeTransport, Transport, message_bytes
 from slipstream.model import PipelineStage, Tensors, storage_bytes, storage_id, storage_ids
 from slipstream.model.autograd_memory import RecomputePolicy
 from slipstream.model.hooks import kept_frequencies, running_alone
 from slipstream.model.weight_gradients import factors_of
+from slipstream.parallel.tensor.hooks import part_length
 from slipstream.pipeline.cut_batch import SplitBatch
 from slipstream.pipeline.execution import Executor, Losses, RankStep, StepState, key_of, run_together
 from slipstream.pipeline.parameters import Parameters
@@ -177,7 +178,7 @@ def _message_bytes(step: RehearsedStep) -> list[float]:
     stage = next(iter(step.stages.values()))
     stage.check_measurable()
     specs = [spec for piece in step.batch.slices[0] for spec in stage.rows_messages(Op.F, piece, True)]
-    return [part_size(spec.shape.numel(), step.num_parts) * spec.dtype.itemsize for spec in specs]
+    return [part_length(spec.shape.numel(), step.num_parts) * spec.dtype.itemsize for spec in specs]
 
 
 def _vocabulary_bytes(step: RehearsedStep) -> dict[tuple[Op, int], float]:
