@@ -141,7 +141,8 @@ class Layers:
     def _forward(self, begin: int, end: int, store: ContextStore) -> Tensor:
         positions = self.positions[:, begin:end]
         piece = TokenSlice(positions * 0, positions, None, begin, self.length, max_position=self.length - 1)
-        return self.stage.forward(piece, self.hidden[:, begin:end].detach().requires_grad_(), store)
+        output: Tensor = self.stage.compute(piece, (self.hidden[:, begin:end].detach().requires_grad_(),), store)[0]
+        return output
 
     def _timed(self, computations: Iterable[Callable[[], None]]) -> float:
         wait_for(self.device)

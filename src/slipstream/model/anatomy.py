@@ -239,12 +239,16 @@ def expert_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def uses_randomness(model: nn.Module) -> bool:
     """Returns whether training draws random numbers: dropout of any kind, or a router's jitter."""
-    return any(
-        isinstance(value, float) and value > 0
-        for module in model.modules()
-        for name, value in vars(module).items()
-        if "drop" in name or "jitter" in name or (name == "p" and isinstance(module, nn.Dropout))
-    )
+    return any(getattr(module, name) > 0 for module, name in random_rates(model))
+
+
+def random_rates(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Yields the modules that draw by a number, with its name: the rate of a dropout, or a router's jitter."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            is_rate = "drop" in name or "jitter" in name or (name == "p" and isinstance(module, nn.Dropout))
+            if is_rate and isinstance(value, float):
+                yield module, name
 
 
 def _refusal(config: PretrainedConfig, reason: str, advice: str = TRAIN_WHOLE) -> SlipstreamError:

@@ -173,29 +173,22 @@ class CausalLMStage(PipelineStage):
         state = self.model.state_dict()
         return {name: t.detach() for name, t in state.items() if name not in self._second_names}
 
-    def forward(
-        self, token_slice: TokenSlice, hidden: Tensor | None, store: ContextStore, records_masks: bool = False
-    ) -> Tensor:
+    def compute(
+        self, token_slice: TokenSlice, inputs: Tensors, store: ContextStore, records_masks: bool = False
+    ) -> Any:
         """Runs one slice through this stage.
 
         Args:
             token_slice: the tokens (b, T) and their positions.
-            hidden: the output of the stage before, (b, T, hidden); None on the first stage, unless the rows of a spread
-                embedding made it.
+            inputs: the message of the stage before, (b, T, hidden) first; none on the first stage, unless the rows of a
+                spread embedding made it.
             store: keys and values of the microbatch's slices; this slice's are added.
             records_masks: whether this is the first forward, which learns the model's masks.
 
         Returns:
-            (b, T, hidden) or, on the last stage with a whole head, the logits (b, T, vocabulary).
+            The message to the next stage, (b, T, hidden) first, or on the last stage with a whole head the logits
+            (b, T, vocabulary).
         """
-        outputs = self.compute(token_slice, () if hidden is None else (hidden,), store, records_masks)
-        output: Tensor = outputs if self.has_loss else outputs[0]
-        return output
-
-    def compute(
-        self, token_slice: TokenSlice, inputs: Tensors, store: ContextStore, records_masks: bool = False
-    ) -> Any:
-        """Runs `forward`, with tuples for the messages between stages; the last stage returns the head's outputs."""
         hidden = inputs[0] if inputs else None
         context = SliceContext(token_slice, store, self.tables, hidden, self.attends_itself, records_masks)
         context.received = inputs[1:]

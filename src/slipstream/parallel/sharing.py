@@ -188,7 +188,7 @@ def _check_slices(config: PretrainedConfig, degrees: Degrees, kind: str) -> None
             stage = CausalLMStage(model, anatomy, owned, torch.device("cpu"), exchange=alone)
             store = ContextStore(cuts.length)
             for piece in cuts.token_slices(toy_tokens(config, cuts.length)):
-                stage.forward(piece, None, store)
+                stage.compute(piece, (), store)
     except Exception as error:  # or the model's own code
         reason = str(error) if isinstance(error, SlipstreamError) else toy_failure(config, error)
         raise SlipstreamError(

@@ -217,9 +217,9 @@ class StageBench:
         token_slice = TokenSlice(ids, positions, None, context, longer, max_position=self.seq_len - 1)
         if self._sharing.size > 1:
             token_slice = shared_slice(token_slice, self._sharing.rank, self._sharing.size)
-        output = self.stage.forward(token_slice, hidden, self._store)
+        output = self.stage.compute(token_slice, () if hidden is None else (hidden,), self._store)
         if not self.stage.is_last:
-            return output
+            return output[0]  # type: ignore[no-any-return]
         total, _ = self._loss(output, token_slice.input_ids)  # any labels work
         return total / ids.numel()
 

@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 
 from slipstream.attention import ContextStore
 from slipstream.keyed_draws import kept_random_states
-from slipstream.model.anatomy import ModelAnatomy
+from slipstream.model.anatomy import ModelAnatomy, random_rates
 from slipstream.model.attached_code import HOOKS, copy_modules, copy_with_shared_weights, global_values, held_by
 from slipstream.model.causal_lm_stage import CausalLMStage
 from slipstream.model.cutting import PassThrough
@@ -349,7 +349,8 @@ class _TokenRun:
     def _run(self, hidden: Tensor | None, tokens: Tensor | None) -> Tensor:
         self._hidden = hidden
         piece = self._slice(self._tokens if tokens is None else tokens)
-        return self._stage.forward(piece, None, ContextStore(piece.length))
+        logits: Tensor = self._stage.compute(piece, (), ContextStore(piece.length))
+        return logits
 
     def _slice(self, tokens: Tensor) -> TokenSlice:
         starts = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
@@ -409,11 +410,8 @@ def _is_same_leaf(found: Any, expected: Any) -> bool:
 
 def _drop_nothing(model: nn.Module) -> None:
     """Switches off random draws in training by the model's own settings, which the pipeline keys."""
-    for module in model.modules():
-        for name, value in vars(module).items():
-            is_rate = "drop" in name or "jitter" in name or (name == "p" and isinstance(module, nn.Dropout))
-            if isinstance(value, float) and is_rate:
-                setattr(module, name, 0.0)
+    for module, name in [*random_rates(model)]:
+        setattr(module, name, 0.0)
 
 
 def _states(model: nn.Module) -> list[object]:

@@ -119,7 +119,7 @@ def sliced_outputs(
     outputs: _Slices = defaultdict(list)
     with _recording(anatomy.layers_of(stage.model), stage.layers_here, outputs):
         for piece in pieces:
-            stage.forward(piece, None, store)
+            stage.compute(piece, (), store)
     return _joined(outputs, anatomy)
 
 
