@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from transformers import PreTrainedModel
 from slipstream.errors import SlipstreamError, did_you_mean
 from slipstream.keyed_draws import keyed_seed
 from slipstream.model.quantised import BasePrecision, quantise, quantised_names
+from slipstream.model.tensors import tied_names
 
 # Their output for a token depends on that token alone, and of the weights on those of one module alone.
 EXACT_METHODS = ("LORA", "IA3", "LOHA", "LOKR", "OFT", "HRA")
@@ -486,10 +486,7 @@ def find_frozen(whole: nn.Module, patterns: Sequence[str], setting: str = "freez
     Raises:
         SlipstreamError: for a pattern that matches no parameter, and where none is left to train.
     """
-    aliases: dict[int, list[str]] = defaultdict(list)
-    for name, parameter in whole.named_parameters(remove_duplicate=False):
-        aliases[id(parameter)].append(name)
-    weights = [*aliases.values()]
+    weights = tied_names(whole)
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for names in weights for name in names):
             raise SlipstreamError(_no_match(whole, pattern, setting))
