@@ -185,7 +185,9 @@ def test_two_nodes_train_like_one_and_again_where_a_rank_is_killed(
     command = [*TORCHRUN, *meeting, *killed, "2", "train", str(config), *saved]
     results = network.run([command, command])
     assert [result.returncode for result in results] == [0, 0], results[0].stderr + results[1].stderr
-    assert "exitcode: -9" in results[0].stderr + results[1].stderr
+    errors = results[0].stderr + results[1].stderr
+    assert "exitcode: -9" in errors
+    assert "Unable to shutdown process" not in errors  # as torchrun says after 30 s
     said = "".join(result.stdout for result in results)
     assert (
         "all ranks connected: rank 0 (node0), rank 1 (node1)" in said

@@ -27,6 +27,7 @@ from slipstream.planner.order.order_search import find_order
 from slipstream.schedule import Action, Op, Schedule, validate
 from slipstream.simulator import result_seconds, simulate
 from support.examples import examples
+from support.parameters import first_of
 from support.plain_costs import SHARES
 
 
@@ -330,8 +331,7 @@ def ignored(share: float) -> None:
     """Takes what is told about progress."""
 
 
-@pytest.mark.more
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [*first_of([True], 0), *first_of([False], 0, "grid")])
 def test_a_heavy_head_is_spread(tied: bool) -> None:
     """With it a tied embedding: every rank then looks at every token, as the first one does for a whole embedding."""
     task = problem(costs=HEAVY, tied=tied)
@@ -379,8 +379,7 @@ def test_a_spread_head_loses_where_actions_cost_much() -> None:
     assert "with its rows spread over the ranks a step takes +" in plan.table()
 
 
-@pytest.mark.more
-@pytest.mark.parametrize("head", [0.1, 0.75])
+@pytest.mark.parametrize("head", [*first_of([0.75], 0), *first_of([0.1], 0, "grid")])
 def test_a_light_head_is_no_question(head: float) -> None:
     task = problem(costs=ToyCosts(num_layers=8, head=head))
     plan = find_vocabulary_plan(task, "auto", ignored)
