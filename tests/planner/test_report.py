@@ -138,8 +138,8 @@ def test_bars_are_as_long_as_their_numbers(plan: Plan) -> None:
     assert limits == [pytest.approx(5 * per_second, abs=1e-3)] * 2
     assert [each.text for each in chart.iter("p")] == ["seconds"]
     assert [each.text for each in chart.iter("text")] == ["0 s", "1 s", "2 s", "3 s", "4 s", "5 s"]
-    halves = ElementTree.fromstring(f"<div>{bar_chart([Bar('a', {'one': 8e9})], 'bytes', bytes_text)}</div>")
-    assert [each.text for each in halves.iter("text")] == ["0 B", "2.5 GB", "5 GB", "7.5 GB"]
+    halves = ElementTree.fromstring(f"<div>{bar_chart([Bar('a', {'one': 14e9})], 'bytes', bytes_text)}</div>")
+    assert [each.text for each in halves.iter("text")] == ["0 B", "2.5 GB", "5 GB", "7.5 GB", "10 GB", "12.5 GB"]
 
 
 @pytest.mark.parametrize("most", [1e-6, 0.7, 1.0, 3.0, 99.0, 8e10])

@@ -14,8 +14,9 @@ from typer.testing import CliRunner
 from slipstream.cli import app
 from slipstream.errors import SlipstreamError
 from slipstream.extras.run_page import write_run_page
-from slipstream.extras.run_page.charts import MOST_POINTS, Curve, line_chart, thinned, value_ticks
+from slipstream.extras.run_page.charts import MOST_POINTS, Curve, line_chart, thinned
 from slipstream.extras.run_page.run_record import RunRecord, read_run
+from slipstream.html_parts import round_numbers
 from slipstream.train.folder_lock import FolderLock
 from slipstream.train.metrics.records import ChangeRecord
 from slipstream.train.run_checkpoints import FailureLog
@@ -249,7 +250,7 @@ def test_a_long_curve_keeps_its_ends_its_peaks_and_its_gaps() -> None:
 
 @pytest.mark.parametrize("ends", [(0.0, 1.0), (3.99, 4.01), (-7.0, 1e9), (2.0, 2.0), (0.0, 0.0), (1e-9, 3e-9)])
 def test_ticks_are_few_and_around_the_values(ends: tuple[float, float]) -> None:
-    ticks = value_ticks(*ends)
+    ticks = round_numbers(*ends, num_parts=5)
     assert 2 <= len(ticks) <= 7
     step = ticks[1] - ticks[0]
     assert ends[0] - 3 * step < ticks[0] <= ends[0] + step * 1e-6

@@ -11,6 +11,7 @@ from slipstream.html_parts.elements import (
     fact_tiles,
     html_list,
     html_page,
+    round_numbers,
     section,
     table,
 )

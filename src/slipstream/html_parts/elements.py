@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib import resources
-from math import floor, inf, isfinite, log10
+from math import inf, isfinite
 
 GENERATOR = '<meta name="generator" content="{}"/>'  # by which a program knows a page as its own
 
@@ -99,12 +99,19 @@ def bar_chart(bars: Sequence[Bar], axis: str, text: NumberText, limit: float = i
     )
 
 
+def round_numbers(least: float, most: float, num_parts: int, whole: bool = False) -> list[float]:
+    """Returns round numbers, the first at most `least` and the last at least `most`, which make at most so many parts
+    of what is between them."""
+    from matplotlib.ticker import MaxNLocator
+
+    if most <= least:
+        least, most = least - (abs(least) / 2 or 1), most + (abs(most) / 2 or 1)
+    return [*map(float, MaxNLocator(num_parts, steps=[1, 2, 2.5, 5, 10], integer=whole).tick_values(least, most))]
+
+
 def axis_ticks(most: float) -> list[float]:
     """Returns four to seven round numbers from 0 to at most `most`."""
-    widest = most / 3
-    power = 10.0 ** floor(log10(widest))
-    step = max(m * power for m in (1, 2, 2.5, 5) if m * power <= widest)
-    return [k * step for k in range(floor(most / step * 1.0001) + 1)]
+    return [tick for tick in round_numbers(0, most, 6) if tick <= most * 1.0001]
 
 
 def _row(bar: Bar, color: Mapping[str, int], end: float, ticks: Sequence[float], text: NumberText, limit: float) -> str:

@@ -6,10 +6,10 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
-from math import floor, isfinite, log10
+from math import isfinite
 from typing import Any
 
-from slipstream.html_parts import NUM_COLORS, NumberText
+from slipstream.html_parts import NUM_COLORS, NumberText, round_numbers
 from slipstream.schedule import RECEIVES, Action
 from slipstream.timeline import Cause, Span, Timeline, Wait, find_waits
 from slipstream.timeline.picture import IDLE, WORK, ink_on
@@ -48,7 +48,7 @@ def line_chart(title: str, unit: str, curves: Sequence[Curve], text: NumberText,
     if not known:
         return ""
     first, last = min(step for step, _ in known), max(step for step, _ in known)
-    ticks = value_ticks(min(value for _, value in known), max(value for _, value in known))
+    ticks = round_numbers(min(value for _, value in known), max(value for _, value in known), num_parts=5)
     scale = _Scale(first, last, ticks[0], ticks[-1])
     shown = [Curve(curve.name, thinned(curve.points), curve.dots) for curve in curves]
     grid = "".join(f'<line class="grid" x1="0" x2="{_WIDTH}" y1="{scale.y(t):g}" y2="{scale.y(t):g}"/>' for t in ticks)
@@ -67,20 +67,6 @@ def line_chart(title: str, unit: str, curves: Sequence[Curve], text: NumberText,
         f'<svg class="steps" aria-hidden="true">{_step_numbers(first, last, scale)}</svg></div>\n'
         f'<script type="application/json">{_points(shown, scale, text)}</script></figure>\n'
     )
-
-
-def value_ticks(least: float, most: float) -> list[float]:
-    """Returns two to seven round numbers, the first at most `least` and the last at least `most`."""
-    if most <= least:
-        least, most = least - (abs(least) / 2 or 1), most + (abs(most) / 2 or 1)
-    rough = (most - least) / 4
-    power = 10.0 ** floor(log10(rough))
-    step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= rough * 0.999)
-    start = floor(least / step + 1e-9)
-    ticks = [start * step]
-    while ticks[-1] < most - step * 1e-9:
-        ticks.append((start + len(ticks)) * step)
-    return ticks
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:
@@ -150,13 +136,8 @@ def _legend(curves: Sequence[Curve]) -> str:
 
 def _step_numbers(first: float, last: float, scale: _Scale) -> str:
     """Returns the first and the last step, and round ones between that leave room for these."""
-    rough = (last - first) / 5
-    between = []
-    if rough > 0:
-        power = 10 ** max(0, floor(log10(rough)))
-        step = next(m * power for m in (1, 2, 5, 10) if m * power >= rough)
-        between = [n * step for n in range(int(first // step) + 1, int(last // step) + 1)]
     room = (last - first) * 0.08
+    between = round_numbers(first, last, num_parts=5, whole=True)
     inner = [step for step in between if first + room < step < last - room]
     ends = [(first, "start"), (last, "end")] if last > first else [(first, "middle")]
     places = [*ends, *((step, "middle") for step in inner)]

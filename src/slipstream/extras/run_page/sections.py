@@ -10,7 +10,7 @@ from html import escape
 from slipstream.extras.run_page.charts import Curve, Mark, finite, line_chart, step_timeline
 from slipstream.extras.run_page.run_record import Record, RunRecord
 from slipstream.html_parts import NUM_COLORS, Bar, bar_chart, details, fact_tiles, html_list, section, table
-from slipstream.units import bytes_text, count_text, long_duration_text, seconds_text, share_text
+from slipstream.units import bytes_text, count_text, long_duration_text, plural, seconds_text, share_text
 
 RECENT = 20  # steps of which a median is shown
 
@@ -199,7 +199,7 @@ def _environment(run: RunRecord) -> str:
     rows = []
     for start in run.starts:
         hosts = Counter(start.get("hosts") or [])
-        places = ", ".join(f"{host} ({ranks} {'rank' if ranks == 1 else 'ranks'})" for host, ranks in hosts.items())
+        places = ", ".join(f"{host} ({plural(ranks, 'rank')})" for host, ranks in hosts.items())
         versions = ", ".join(f"{name} {version}" for name, version in (start.get("versions") or {}).items())
         rows.append(
             (
@@ -300,7 +300,7 @@ def _change(start: Record) -> str:
     """Returns the steps that a start cost, and the mesh with which the run went on."""
     repeated, seconds, parts = start.get("repeated_steps"), finite(start.get("change_seconds")), [_mesh_text(start)]
     if repeated is not None:
-        parts.append(f"{repeated:,} {'step' if repeated == 1 else 'steps'} repeated")
+        parts.append(f"{plural(repeated, 'step')} repeated")
     if seconds is not None:
         parts.append(f"{long_duration_text(seconds)} until the next step")
     return "".join(f"; {part}" for part in parts if part)
