@@ -117,6 +117,20 @@ def test_who_leaves_without_a_word_has_not_finished(hub: RunningHub, has_said_go
             line.connection.close()
 
 
+def test_who_waits_for_a_rank_that_is_found_to_save_is_not_blamed(hub: RunningHub) -> None:
+    """What the hub knows of it may be a second old: it asks before it blames."""
+    waiting = hub.watcher(0, limit=0.2, is_counted=True, waits=True, silent=0.3)
+    saving = hub.watcher(1, limit=0.2, is_counted=True)
+    assert answer_on(saving, "blamed") == [0]
+    saving.send({"is_counted": False, "may_be_long": True, "doing": "saving"})
+    assert answer_on(waiting, "blamed") == [0]
+    time.sleep(0.5)  # in which the hub judges again
+    saving.send({"ending": "dead"})
+    assert "rank 1 (here, process 2) has ended without a word" in str(answer_on(waiting, "verdict"))
+    for each in (waiting, saving):
+        each.connection.close()
+
+
 BAD_LINES = {
     "not ASCII": '{"rank": 1, "num_ranks": 2, "token": "é"}'.encode(),
     "a surrogate": rb'{"rank": 1, "num_ranks": 2, "token": "\ud800"}',

@@ -184,7 +184,7 @@ class Hub:
         return find_fault(self._reports, limit, now, now - self._paused_at), limit
 
     def _tell(self, fault: Fault, limit: float) -> None:
-        """Asks all watchers for the waits of their ranks, and sends the verdict."""
+        """Asks all watchers where their ranks are now, and sends the verdict if the run still can't go on."""
         if fault.is_death:
             deadline = time.monotonic() + _SECONDS_TO_SETTLE
             while time.monotonic() < deadline:
@@ -198,7 +198,10 @@ class Hub:
             self._exchange(_ASKING_SECONDS)
         for report in self._reports.values():
             report.detail = [] if report.detail == ["?"] else report.detail
-        fault = self._judge()[0] or fault  # more may have died meanwhile
+        # Meanwhile more may have died, and a rank that others wait for may have got on, or begun to load or save.
+        if (found := self._judge()[0]) is None:
+            return
+        fault = found
         # of an error of its own the rank tells by itself, and others may be about to end well
         grace = 5.0 if fault.is_failure else 1.5 if fault.is_death else 0.5
         self._verdict = {"verdict": describe_fault(fault, self._reports, limit, self._limit_setting), "grace": grace}
