@@ -112,7 +112,8 @@ def find_costs(
     if share_cores:
         settings = replace(settings, repeats=min(settings.repeats, _ROUNDS_OF_SHARED))
     for attempt in range(_ATTEMPTS):
-        between = link if link and not attempt else measure_link(device, ranks, settings.parallel.sequence_parallel)
+        is_kept, apart = link and not attempt, settings.parallel.sequence_parallel
+        between = link if is_kept else measure_link(device, ranks, apart, few_repeats=share_cores)
         profiles.append(_leaders(profile_model(config, settings, device, between, tell, ranks), ranks))
         if share_cores or not profiles[-1].is_disturbed:
             break

@@ -22,7 +22,7 @@ from slipstream.schedule import Action, Channel, Op
 
 _SIZES = tuple(4**k * 1024 for k in range(8))  # bytes: 1 KiB to 16 MiB
 _WARM_UPS = 3
-_REPEATS = 15
+_REPEATS, _FEW_REPEATS = 15, 5
 _HANDLED = (2**14, 2**18, 2**20, 2**22)  # bytes
 _WORK = 256  # rows and columns of a matrix that the ranks multiply meanwhile
 _MEANWHILE = 8  # of its products before a message is sent, and while it is on its way
@@ -31,7 +31,7 @@ _Message = tuple[Channel, Action]
 
 
 def measure_link(
-    device: torch.device, ranks: Ranks | None = None, sequence_parallel: bool = False
+    device: torch.device, ranks: Ranks | None = None, sequence_parallel: bool = False, few_repeats: bool = False
 ) -> MeasuredLink | None:
     """Returns latency and bandwidth between the first two ranks of a pipeline, and of a sum over all ranks of the mesh,
     on every rank. Collective.
@@ -49,11 +49,13 @@ def measure_link(
         device: the device between which and another one messages go.
         ranks: of the mesh. Default: all processes are a pipeline's.
         sequence_parallel: whether tensor ranks have different tokens.
+        few_repeats: whether messages and sums are repeated less often, as more wouldn't agree better.
     """
     ranks = ranks or Ranks.of()
     if ranks.world.size < 2:
         return None
-    sums = fit_link([_sum_point(ranks.world, size // 4, device) for size in _SIZES[2:]], dist.get_backend())
+    repeats = _FEW_REPEATS if few_repeats else _REPEATS
+    sums = fit_link([_sum_point(ranks.world, size // 4, device, repeats) for size in _SIZES[2:]], dist.get_backend())
     if ranks.pipeline.size < 2:
         return replace(sums, points=())
     there = Channel("activations", 0, 1), Action(Op.SEND_F, 0)
@@ -65,10 +67,10 @@ def measure_link(
     end = ranks.pipeline.rank
     mine, theirs = (there, back) if end == 0 else (back, there)
     sizes = [size // num_parts for size in _SIZES] if end < 2 else []
-    gaps = ranks.pipeline.gather([_gaps(transport, mine, theirs, size, device, end == 0) for size in sizes])
+    gaps = ranks.pipeline.gather([_gaps(transport, mine, theirs, size, device, end == 0, repeats) for size in sizes])
     points = tuple(zip(_SIZES, map(_travel, *gaps[:2]), strict=True))
     copies = device.type == "cpu" and end < 2
-    handled = [_handling(transport, mine, theirs, size // num_parts) if copies else 0.0 for size in _HANDLED]
+    handled = [_handling(transport, mine, theirs, size // num_parts, repeats) if copies else 0.0 for size in _HANDLED]
     ends = ranks.pipeline.gather(handled)[:2]
     shorter = map(min, zip(*ends, strict=True))  # the faster of two ranks also waits for the other
     link = fit_link(points, dist.get_backend(), tuple(zip(_HANDLED, shorter, strict=True)))
@@ -87,10 +89,10 @@ def fit_link(
     return MeasuredLink(float(latency), float(1 / per_byte), backend, tuple(points), tuple(handling))
 
 
-def _sum_point(group: RankGroup, count: int, device: torch.device) -> tuple[int, float]:
+def _sum_point(group: RankGroup, count: int, device: torch.device, repeats: int) -> tuple[int, float]:
     """Returns the bytes that each rank of a ring passes on to sum so many numbers, and the median time."""
     numbers, seconds = torch.zeros(count, device=device), []
-    for _ in range(_WARM_UPS + _REPEATS):
+    for _ in range(_WARM_UPS + repeats):
         group.barrier()
         began = time.perf_counter()
         group.sum(numbers)
@@ -101,14 +103,20 @@ def _sum_point(group: RankGroup, count: int, device: torch.device) -> tuple[int,
 
 
 def _gaps(
-    transport: Transport, mine: _Message, theirs: _Message, num_bytes: int, device: torch.device, sends_first: bool
+    transport: Transport,
+    mine: _Message,
+    theirs: _Message,
+    num_bytes: int,
+    device: torch.device,
+    sends_first: bool,
+    repeats: int,
 ) -> list[float]:
     """Returns the seconds of round trips: of the first end from its sending to its taking, of the other from its
     taking to its sending."""
     payload, factor = torch.zeros(num_bytes // 4, device=device), torch.ones(_WORK, _WORK)
     products = _MEANWHILE if device.type == "cpu" else 0
     seconds = []
-    for _ in range(_WARM_UPS + _REPEATS):
+    for _ in range(_WARM_UPS + repeats):
         transport.post_receive(*theirs, [TensorSpec(payload.shape, payload.dtype)])
         if sends_first:
             _compute(factor, products)  # until the other end waits
@@ -139,12 +147,12 @@ def _travel(first: Sequence[float], second: Sequence[float]) -> float:
     return statistics.median((there - here) / 2 for there, here in zip(first, second, strict=True))
 
 
-def _handling(transport: Transport, mine: _Message, theirs: _Message, num_bytes: int) -> float:
+def _handling(transport: Transport, mine: _Message, theirs: _Message, num_bytes: int, repeats: int) -> float:
     """Returns the seconds for which one end of a message keeps a rank from computing: half of a computing rank's loss
     of time by sending one and receiving one, the median."""
     payload, factor = torch.zeros(num_bytes // 4), torch.ones(_WORK, _WORK)
     seconds: dict[bool, list[float]] = {False: [], True: []}
-    for _, talks in product(range(_WARM_UPS + _REPEATS), seconds):
+    for _, talks in product(range(_WARM_UPS + repeats), seconds):
         if talks:
             transport.post_receive(*theirs, [TensorSpec(payload.shape, payload.dtype)])
         began = time.perf_counter()
