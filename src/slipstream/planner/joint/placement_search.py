@@ -282,8 +282,9 @@ class PlacementSearch:
         units, bounds = self.units(slices), np.array(cuts, np.int64)
         seconds = {op: units.stage_seconds(op, bounds) for op in OPS}
         num_frozen = (bounds[:, 1:] <= self.problem.costs.num_frozen_units).sum(axis=1)
-        counts = self.problem.num_microbatches, num_frozen
-        done, sent = rank_bounds(seconds, self.ranks, [0], units.message_seconds, *counts)
+        done, sent = rank_bounds(
+            seconds, self.ranks, [0], units.message_seconds, self.problem.num_microbatches, num_frozen
+        )
         table = np.maximum(done, sent)[:, np.unique(self.ranks, return_index=True)[1]]
         return [*zip(table.max(axis=1).tolist(), (table**2).sum(axis=1).tolist(), strict=True)]
 
@@ -336,10 +337,14 @@ class PlacementSearch:
 
         problem = self.problem
         step, most = max(problem.granularity, problem.seq_len // _EXACT_CUTS), problem.slice_counts[-1]
-        number = problem.num_microbatches
         while True:
             slicing = slice_tokens(
-                time(Op.F), problem.seq_len, problem.num_ranks, step, backward=time(Op.B), num_microbatches=number
+                time(Op.F),
+                problem.seq_len,
+                problem.num_ranks,
+                step,
+                backward=time(Op.B),
+                num_microbatches=problem.num_microbatches,
             )
             if len(slicing.slices) <= most or 2 * step > problem.longest:
                 return self._evened(Candidate(bounds, slicing.slices))

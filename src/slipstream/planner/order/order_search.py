@@ -172,8 +172,11 @@ def find_order(
     """
     problem = OrderingProblem(placement, num_microbatches, num_slices, cost, memory_limit, reach, split)
     search = OrderSearch(problem, effort)
-    for improve in (search.compare_hand_written, search.compare_rules, search.vary, search.anneal, search.join):
-        improve()
+    search.compare_hand_written()
+    search.compare_rules()
+    search.vary()
+    search.anneal()
+    search.join()
     # It is valid: all actions of an order that takes finite seconds can start.
     assert search.best.seconds < np.inf
     return problem.schedule(search.best.order, search.best.split)
