@@ -176,13 +176,13 @@ class Call:
     caller: str | None
 
 
-def start(name: str, trace: Path) -> subprocess.CompletedProcess[str]:
+def run_anew(name: str, trace: Path) -> subprocess.CompletedProcess[str]:
     """Runs a walk's program in a new process of its own, which writes to the file."""
     command = [sys.executable, "-m", "tools.walks", name, str(trace)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
-def record(name: str, run: Callable[[str, Path], subprocess.CompletedProcess[str]] = start) -> list[Call]:
+def record(name: str, run: Callable[[str, Path], subprocess.CompletedProcess[str]] = run_anew) -> list[Call]:
     """Runs a walk's program in a process of its own; returns the calls of its stations, in order.
 
     Raises RuntimeError where the program fails, or doesn't come to a station.

@@ -25,7 +25,7 @@ from slipstream.comm.message import (
 )
 from slipstream.model import Tensors, TensorSpec
 from slipstream.parallel import PendingWork, RankGroup, Ranks, release_groups_at_exit
-from slipstream.parallel.tensor.hooks import part_length
+from slipstream.parallel.parameter_share import part_length
 from slipstream.schedule import Channel, Schedule, send_windows
 from slipstream.watchdog import explain_loss, waiting
 

@@ -248,7 +248,7 @@ def cell_contents(cell: CellType) -> Any:
         return None
 
 
-def held_by(code: FunctionType | MethodType | partial[Any]) -> list[Any]:
+def code_referents(code: FunctionType | MethodType | partial[Any]) -> list[Any]:
     """Returns what code holds: a function's closure and defaults, a method's function and object, a partial's
     function and arguments."""
     if isinstance(code, MethodType):

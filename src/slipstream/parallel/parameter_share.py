@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
+from math import ceil
 
 import torch
 from torch import Tensor, nn
@@ -98,6 +99,11 @@ class ParameterCut:
         copies = num_ranks // self.num_parts
         first = rank // copies * copies
         return tuple(range(first, first + copies))
+
+
+def part_length(length: int, num_parts: int) -> int:
+    """Returns the length of each of `num_parts` equal parts, the last ones padded."""
+    return ceil(length / num_parts)
 
 
 def part_bounds(size: int, num_parts: int, part: int) -> tuple[int, int]:

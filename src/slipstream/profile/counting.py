@@ -78,7 +78,7 @@ def count_model(
         halves: whether the halves of layers are counted by themselves, where they can be cut.
 
     Raises:
-        SlipstreamError: it can't be cut into stages, or its attention or its code, or its adapter's, can't be counted.
+        SlipstreamError: it can't be cut into stages, or its attention, its code or its adapter's can't be counted.
     """
     try:
         return _counted(config, seq_len, dtype, trained, fused, halves)

@@ -218,5 +218,5 @@ def send_windows(schedule: Schedule) -> dict[Channel, int]:
 
 
 def send_window(most_posted: int) -> int:
-    """Returns that number, where so many receives are posted at the same time."""
+    """Returns how many sends may be on their way where so many receives are posted at the same time."""
     return max(NARROWEST_WINDOW, 2 * most_posted)

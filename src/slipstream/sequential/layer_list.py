@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from slipstream.attention import ContextStore
 from slipstream.errors import SlipstreamError
 from slipstream.keyed_draws import keyed_seed
-from slipstream.model.attached_code import HOOKS, held_by
+from slipstream.model.attached_code import HOOKS, code_referents
 from slipstream.model.given_model import HOOK_NAMES
 from slipstream.model.tensors import Tensors
 from slipstream.model.weight_gradients import is_compiled
@@ -229,7 +229,7 @@ def _references(module: nn.Module) -> Iterator[object]:
         elif isinstance(value, list | tuple | set | frozenset):
             waiting += value
         elif isinstance(value, FunctionType | MethodType | partial):
-            waiting += [*held_by(value), getattr(value, "__dict__", {})]
+            waiting += [*code_referents(value), getattr(value, "__dict__", {})]
         elif isinstance(value, ReferenceType):
             waiting.append(value())
 

@@ -212,10 +212,9 @@ def read_lines(path: Path, damaged: list[Any] | None = None) -> Iterator[dict[st
     `damaged` gets the other lines that aren't a record, which are left out.
     """
     for line in path.read_bytes().splitlines(keepends=True) if path.is_file() else ():
-        try:
+        record = None
+        with suppress(ValueError):  # also of text that isn't UTF-8
             record = json.loads(line)
-        except ValueError:  # also of text that isn't UTF-8
-            record = None
         if isinstance(record, dict) and line.endswith(b"\n"):
             yield record
         elif damaged is not None and line.endswith(b"\n"):

@@ -201,10 +201,9 @@ class Hub:
         # Meanwhile more may have died, and a rank that others wait for may have got on, or begun to load or save.
         if (found := self._judge()[0]) is None:
             return
-        fault = found
         # of an error of its own the rank tells by itself, and others may be about to end well
-        grace = 5.0 if fault.is_failure else 1.5 if fault.is_death else 0.5
-        self._verdict = {"verdict": describe_fault(fault, self._reports, limit, self._limit_setting), "grace": grace}
+        grace = 5.0 if found.is_failure else 1.5 if found.is_death else 0.5
+        self._verdict = {"verdict": describe_fault(found, self._reports, limit, self._limit_setting), "grace": grace}
         self._send(self._verdict)
         self._verdict_at = time.monotonic() + grace
         self._remember()

@@ -373,6 +373,13 @@ def test_a_schedule_of_ones_own_is_checked_against_the_settings(path: Path, tmp_
         load_config(path, [f"--pipeline.schedule={file}", "--pipeline.slices=2"])
 
 
+def test_samples_between_steps_go_with_the_slices_of_a_schedule_from_a_file(path: Path, tmp_path: Path) -> None:
+    file, sample = tmp_path / "mine.txt", ["--sample.prompt=def ", "--sample.every=2"]
+    file.write_text(str(one_f_one_b(2, 1, 2)))
+    settings = [f"--pipeline.schedule={file}", "--pipeline.slices=[40, 24]", *sample]
+    assert load_config(path, settings).pipeline.slices == [40, 24]
+
+
 def test_a_schedule_is_found_next_to_the_configuration_that_names_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

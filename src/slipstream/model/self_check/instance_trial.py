@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 from slipstream.attention import ContextStore
 from slipstream.keyed_draws import kept_random_states
 from slipstream.model.anatomy import ModelAnatomy, random_rates
-from slipstream.model.attached_code import HOOKS, copy_modules, copy_with_shared_weights, global_values, held_by
+from slipstream.model.attached_code import HOOKS, code_referents, copy_modules, copy_with_shared_weights, global_values
 from slipstream.model.causal_lm_stage import CausalLMStage
 from slipstream.model.cutting import PassThrough
 from slipstream.model.given_model import Change, GivenModel
@@ -446,7 +446,7 @@ def _values(value: Any, depth: int) -> list[object]:
         return []
     inner: list[Any] = []
     if isinstance(value, (FunctionType, MethodType, partial)):
-        inner = held_by(value)
+        inner = code_referents(value)
         if isinstance(value, FunctionType):
             inner += [item for item in global_values(value).values() if not isinstance(item, FunctionType)]
     elif isinstance(value, dict):
@@ -469,7 +469,7 @@ def _described(layer: nn.Module) -> Iterator[object]:
             return "part", places[id(value)]
         if depth and isinstance(value, (FunctionType, MethodType, partial)):
             code = value.__code__ if isinstance(value, FunctionType) else type(value)
-            return code, tuple(describe(part, depth - 1) for part in held_by(value))
+            return code, tuple(describe(part, depth - 1) for part in code_referents(value))
         return id(value)
 
     for name, module in layer.named_modules(remove_duplicate=False):

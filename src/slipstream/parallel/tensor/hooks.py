@@ -18,7 +18,6 @@ the tokens are spread: then each rank has its tokens.
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import ceil
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from slipstream.autograd_calls import with_backward
 from slipstream.errors import SlipstreamError
 from slipstream.model.adapters import adapter_dropouts, dora_layers, inner_modules
 from slipstream.model.hooks.crossing_tensors import Arguments, hidden_states, with_hidden_states
+from slipstream.parallel.parameter_share import part_length
 from slipstream.parallel.rank_group import RankGroup, copied, sum_over_ranks
 from slipstream.parallel.tensor.plan import COLUMNS, ROWS, TensorRegion, TensorStyle
 
@@ -187,11 +187,6 @@ def split(tensor: Tensor, group: RankGroup, dim: int, is_partial: bool = False) 
         lambda whole: _part(whole, group, dim, is_partial),
         lambda gradient: _join(group.all_gather(gradient), dim, length),
     )
-
-
-def part_length(length: int, num_parts: int) -> int:
-    """Returns the length of each of `num_parts` equal parts, the last ones padded."""
-    return ceil(length / num_parts)
 
 
 def _apply(tensor: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:

@@ -23,7 +23,7 @@ from transformers.pytorch_utils import Conv1D
 from slipstream.errors import SlipstreamError
 from slipstream.model.adapters import inner_modules, own_module
 from slipstream.model.hooks.crossing_tensors import Arguments, hidden_states, with_hidden_states
-from slipstream.parallel.parameter_share import ParameterShare, part_bounds
+from slipstream.parallel.parameter_share import ParameterShare, part_bounds, part_length
 from slipstream.parallel.rank_group import RankGroup, sum_over_ranks
 from slipstream.parallel.tensor.hooks import (
     TOKENS,
@@ -31,7 +31,6 @@ from slipstream.parallel.tensor.hooks import (
     ReplicationTracker,
     copy_to_ranks,
     gather,
-    part_length,
     split,
     sum_up_norms,
 )

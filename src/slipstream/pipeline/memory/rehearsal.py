@@ -17,7 +17,7 @@ from slipstream.model import PipelineStage, Tensors, storage_bytes, storage_id, 
 from slipstream.model.autograd_memory import RecomputePolicy
 from slipstream.model.hooks import kept_frequencies, running_alone
 from slipstream.model.weight_gradients import factors_of
-from slipstream.parallel.tensor.hooks import part_length
+from slipstream.parallel.parameter_share import part_length
 from slipstream.pipeline.cut_batch import SplitBatch
 from slipstream.pipeline.execution import Executor, Losses, RankStep, StepState, key_of, run_together
 from slipstream.pipeline.parameters import Parameters

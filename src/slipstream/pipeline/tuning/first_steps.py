@@ -121,7 +121,8 @@ class FirstSteps:
             room = [size + share * (self._limit - peak) for size, peak in zip(sizes, held.peaks, strict=True)]
             plan = self._found(problem, rates, room)
             fits = max(self._held(plan, holds).peaks) <= self._limit
-            fitting += [plan] * fits
+            if fits:
+                fitting.append(plan)
             low, high = (share, high) if fits else (low, share)
             if low == 1:
                 break

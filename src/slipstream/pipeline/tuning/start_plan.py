@@ -267,10 +267,11 @@ def seconds_after(plan: JointPlan, copies: int, shards: int) -> float:
     """Returns the seconds from a rank's last backward to the end of the step, for the rank that takes longest: the sum
     of gradients over ranks with the same weights, and the optimizer, over `shards` of which its state is spread."""
     assert isinstance(plan.costs, ProfileUnits)
-    profile = plan.costs.profile
+    profile, seconds = plan.costs.profile, [0.0] * plan.schedule.num_ranks
     stages = StageParts.of_partition(plan.partition, plan.costs.num_layers, plan.costs.units_per_layer)
-    seconds = [profile.gradient_seconds(each, copies) + profile.optimizer_step_seconds(each, shards) for each in stages]
-    return float(np.bincount(plan.schedule.placement, seconds).max())
+    for stage, rank in zip(stages, plan.schedule.placement, strict=True):
+        seconds[rank] += profile.gradient_seconds(stage, copies) + profile.optimizer_step_seconds(stage, shards)
+    return max(seconds)
 
 
 def _most_bytes(

@@ -79,7 +79,8 @@ class StepSettings:
         self._asked: tuple[object, ...] = ()  # from which the microbatches were formed last
         self._even: list[SlicedMicrobatch] = []
         self._unplanned = self.schedule, self.slices
-        self.is_planned = self.is_resting = False
+        self.is_planned = False
+        self.is_resting = False
         """Whether nothing is found until rows of one length come: steps on others are planned one by one."""
 
     @property

@@ -22,8 +22,9 @@ from slipstream.simulator.time_kernel import makespan, start_times
 _MAX_TRIALS, _MAX_STEPS, _MAX_JOINS = 400, 15_000, 64  # enough for small problems, whatever effort is left
 _HEATS = (0.005, 0.001)
 _ALIKE = 1e-3  # of a step: costs are measured to about a hundredth
-_SHARES, _WORTH = (0.5, 0.25), 0.8  # of what is held: the last is tried first, and what saves less isn't
-_LESS_EFFORT = 1800  # orders, or eighths of all effort, for each of the shares
+# Shares of the bytes that are held, in which an order is looked for, the smallest first; a limit above `_WORTH` of them
+# isn't worth a search. Each takes an eighth of the effort, and at most that of so many orders.
+_SHARES, _WORTH, _MOST_LESS = (0.5, 0.25), 0.8, 1800
 
 
 def hand_written(problem: OrderingProblem) -> Iterator[Schedule]:
@@ -192,7 +193,7 @@ def hold_less(problem: OrderingProblem, schedule: Schedule, seconds: float, effo
         less.limits = np.maximum(shares.pop() * held, problem.least_memory) * (1 + ROUNDING)
         if max(less.limits) >= _WORTH * max(held):
             continue
-        search = OrderSearch(less, min(effort / 8, _LESS_EFFORT * 3 * problem.num_units), longest)
+        search = OrderSearch(less, min(effort / 8, _MOST_LESS * 3 * problem.num_units), longest)
         search.compare_rules()
         search.anneal(_HEATS[-1:])
         if search.best.seconds <= longest:

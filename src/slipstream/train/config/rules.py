@@ -190,6 +190,7 @@ def check_unpacked(pipeline: PipelineSection, memory: Memory, training: Training
     """Raises ValueError for settings of sequences that have one length."""
     is_for_one_length = {
         f"pipeline.schedule={pipeline.schedule}": pipeline.schedule.endswith(".txt") and plan.rates is None,
+        f"pipeline.slices={pipeline.slices}": isinstance(pipeline.slices, list),
         **_of_one_length(pipeline, memory),
         f"training.single_process_steps={training.single_process_steps}": training.single_process_steps > 0,
     }
@@ -201,18 +202,24 @@ def check_unpacked(pipeline: PipelineSection, memory: Memory, training: Training
 
 
 def _of_one_length(pipeline: PipelineSection, memory: Memory) -> dict[str, bool]:
-    """Returns the settings that are for sequences of one length, unless a file's schedule is planned anew for others,
-    and whether they are given."""
+    """Returns the settings that are for sequences of one length, and whether they are given."""
     return {
-        f"pipeline.slices={pipeline.slices}": isinstance(pipeline.slices, list) and ".txt" not in pipeline.schedule,
         "pipeline.microbatches": pipeline.microbatches is not None,
         f"memory.num_flushes={memory.num_flushes}": memory.num_flushes != 1,
     }
 
 
 def check_samples(every: int, pipeline: PipelineSection, memory: Memory) -> None:
-    """Raises ValueError for settings by which a model can't continue a text between steps."""
-    prevents = {"pipeline.vocabulary=spread": pipeline.vocabulary == "spread", **_of_one_length(pipeline, memory)}
+    """Raises ValueError for settings by which a model can't continue a text between steps.
+
+    The slices of a schedule from a file are those of the steps alone: other texts are planned anew.
+    """
+    is_list = isinstance(pipeline.slices, list) and not pipeline.schedule.endswith(".txt")
+    prevents = {
+        "pipeline.vocabulary=spread": pipeline.vocabulary == "spread",
+        f"pipeline.slices={pipeline.slices}": is_list,
+        **_of_one_length(pipeline, memory),
+    }
     for setting in filter(prevents.get, prevents):
         raise ValueError(
             f"sample.every={every} with {setting}: a sample needs all logits of a text that grows. Leave one of them "

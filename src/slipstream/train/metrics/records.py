@@ -227,8 +227,8 @@ class MetricsFile:
 
     def __init__(self, path: Path, resumed_after: int = 0) -> None:
         """Opens the file; a run that is resumed keeps the lines up to that step, as the later steps run again."""
-        earlier = (record for record in read_lines(path) if resumed_after and record.get("step", 0) <= resumed_after)
-        lines = "".join(json.dumps(record) + "\n" for record in earlier).encode()
+        earlier = read_lines(path) if resumed_after else ()
+        lines = "".join(json.dumps(line) + "\n" for line in earlier if line.get("step", 0) <= resumed_after).encode()
         # Lines that an earlier run still appends are not in a replaced file.
         with RunFolder(path.parent).replaced(path) as part:
             self._file = part.open("wb", buffering=0)
