@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import slipstream
+from support.forked import run_alone
 
 NAMES = [
     "Action",
@@ -104,3 +106,11 @@ def test_nothing_heavy_is_imported_before_it_is_needed() -> None:
     program = "\n".join(["import sys, slipstream", *checked])
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
+
+
+def test_a_rank_starts_without_packages_that_only_some_runs_need(tmp_path: Path) -> None:
+    """PEFT and bitsandbytes would take a second of each; the forked process has loaded what ranks load."""
+    program = tmp_path / "program.py"
+    names = "{'slipstream.train.training_rank', 'peft', 'bitsandbytes'}"
+    program.write_text(f"import sys\nprint({names} & {{*sys.modules}})\n")
+    assert run_alone(program).stdout == "{'slipstream.train.training_rank'}\n"

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
-from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION, get_scheduler
 
 from slipstream.errors import SlipstreamError, did_you_mean
 from slipstream.train.config import OptimizerSection
@@ -105,6 +104,9 @@ def make_scheduler(optimizer: Optimizer, settings: OptimizerSection, num_steps: 
     """Returns the schedule of the learning rate over `num_steps` steps."""
     if settings.schedule in _OWN:
         return LambdaLR(optimizer, partial(lr_ratio, num_steps=num_steps, settings=settings))
+    # This imports PEFT and bitsandbytes where they are installed, for more than a second of every rank.
+    from transformers.optimization import get_scheduler
+
     made: LambdaLR = get_scheduler(
         settings.schedule, optimizer, settings.warmup_steps, num_steps, scheduler_specific_kwargs=settings.schedule_args
     )
@@ -131,14 +133,8 @@ def lr_ratio(step: int, num_steps: int, settings: OptimizerSection) -> float:
 
 def check_schedule(settings: OptimizerSection, num_steps: int) -> None:
     """Raises SlipstreamError where there is no such schedule, it doesn't take its arguments, or leads below zero."""
-    known = {name: signature for name, signature in _signatures().items() if "num_warmup_steps" in signature}
     name, args = settings.schedule, settings.schedule_args
-    if name not in _OWN and name not in known:
-        others = ", ".join(sorted({*_OWN, *known}))
-        what = "follows the losses of a run" if name in _signatures() else "is not known"
-        hint = "" if name in _signatures() else did_you_mean(name, {*_OWN, *known}).rstrip(".")
-        raise SlipstreamError(f"optimizer.schedule={name} {what}{hint}; give {others}")
-    taken = [] if name in _OWN else [argument for argument in known[name] if argument not in _FROM_RUN]
+    taken = [] if name in _OWN else [argument for argument in _signature(name) if argument not in _FROM_RUN]
     if unknown := [argument for argument in args if argument not in taken]:
         takes = f"it takes {', '.join(taken)}" if taken else "it takes none"
         raise SlipstreamError(f"optimizer.schedule_args.{unknown[0]} with optimizer.schedule={name}: {takes}")
@@ -158,10 +154,21 @@ def check_schedule(settings: OptimizerSection, num_steps: int) -> None:
         )
 
 
-def _signatures() -> dict[str, list[str]]:
-    """Returns the arguments of each schedule of transformers; those that follow a loss have no warm-up."""
+def _signature(name: str) -> list[str]:
+    """Returns the arguments of a schedule of transformers.
+
+    Raises SlipstreamError where there is none of this name, or it follows a run's losses: those have no warm-up.
+    """
+    from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
+
     functions = TYPE_TO_SCHEDULER_FUNCTION.items()
-    return {name.value: list(inspect.signature(function).parameters) for name, function in functions}
+    signatures = {kind.value: list(inspect.signature(function).parameters) for kind, function in functions}
+    known = [*_OWN, *(kind for kind, arguments in signatures.items() if "num_warmup_steps" in arguments)]
+    if name not in known:
+        what = "follows the losses of a run" if name in signatures else "is not known"
+        hint = "" if name in signatures else did_you_mean(name, known).rstrip(".")
+        raise SlipstreamError(f"optimizer.schedule={name} {what}{hint}; give {', '.join(sorted({*known}))}")
+    return signatures[name]
 
 
 Reach = Literal["element", "parameter", "model"]
