@@ -6,17 +6,14 @@ Times are kept in `$XDG_CACHE_HOME/slipstream/attention.json`, by default in `~/
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import cache, lru_cache, partial
 from itertools import pairwise
 from math import inf
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +22,7 @@ from slipstream.attention.backend import QueryState
 from slipstream.attention.kernel_passes import add_gradients
 from slipstream.attention.kernels import CudnnKernel, FlashKernel, FusedKernel, HeadsApart, package_kernels
 from slipstream.attention.masks import RegularMask
+from slipstream.kept_files import cache_folder, keep_measured, read_kept
 
 _log = logging.getLogger(__name__)
 _ROUNDED = 64  # cuDNN makes a plan of some 50 ms for every new shape: only for lengths that are chosen, and so repeat
@@ -97,12 +95,6 @@ def _choose(
 def chosen_kernels() -> dict[str, str]:
     """Returns the kernel of each shape that this process has met."""
     return {str(shape): name for (shape, _), name in _known.items()}
-
-
-def cache_folder() -> Path:
-    """Returns the folder of files that outlast a run, which need not exist."""
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "slipstream"
 
 
 def kept_file() -> Path:
@@ -230,24 +222,6 @@ def _capability(device: int) -> int:
 def _hardware(device: int) -> str:
     cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
     return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, cuDNN {cudnn}"
-
-
-def read_kept(file: Path) -> dict[str, Any]:
-    """Returns the measurements that `keep_measured` wrote to a file; none where it isn't there, or is damaged."""
-    with suppress(OSError, ValueError):
-        values = json.loads(file.read_text())
-        if isinstance(values, dict):
-            return values
-    return {}
-
-
-def keep_measured(file: Path, values: dict[str, Any]) -> None:
-    """Writes measurements, whole or not at all; where nothing can be written, the next process measures again."""
-    with suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        part = file.with_suffix(f".{os.getpid()}")
-        part.write_text(json.dumps(values, indent=1))
-        part.replace(file)
 
 
 def _kept(device: int, shape: AttentionShape) -> _Milliseconds:

@@ -22,6 +22,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from slipstream.errors import NonFiniteError, RankFailedError, SlipstreamError, StoppedRunError
+from slipstream.kept_files import replaced_file
 from slipstream.launch.forked_ranks import ForkedRank, ForkServer
 from slipstream.launch.stop_request import STOP_SIGNALS, RequestCount, kept_hub
 from slipstream.watchdog import exit_text, listen_at, loopback_address, num_ended_for_memory, wait_for_an_end
@@ -349,9 +350,8 @@ def reported_to_the_launcher() -> Iterator[None]:
         message = str(error) if kind else traceback.format_exc().rstrip()
         # torch reads "message" from such files
         report = {"message": message, "time": time.time(), "kind": kind}
-        part = Path(os.environ[ERROR_FILE] + ".part")
-        part.write_text(json.dumps(report))
-        part.replace(os.environ[ERROR_FILE])
+        with replaced_file(Path(os.environ[ERROR_FILE])) as part:
+            part.write_text(json.dumps(report))
         sys.stdout.flush()
         os._exit(1)  # a clean exit could wait for a neighbour that is gone
 

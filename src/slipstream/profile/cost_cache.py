@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig
 
-from slipstream.attention import cache_folder
 from slipstream.cost import UNSHARED, Degrees, MeasuredLink, Profile, load_profile
 from slipstream.errors import SlipstreamError
+from slipstream.kept_files import cache_folder, replaced_file
 from slipstream.parallel import Ranks
 from slipstream.profile.link_measurement import measure_link
 from slipstream.profile.profile_run import ProfileSettings, identify_hardware, identify_model, profile_model, versions
@@ -74,12 +74,10 @@ class CostCache:
         return profile
 
     def keep(self, profile: Profile, say: Callable[[str], None]) -> None:
-        """Writes the profile under another name and renames it, so that no other run reads half a file."""
+        """Writes the profile, whole or not at all."""
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            part = self.path.with_suffix(f".{os.getpid()}")
-            profile.save(part)
-            part.replace(self.path)
+            with replaced_file(self.path) as part:
+                profile.save(part)
         except OSError as error:
             say(f"the measured costs can't be kept in {self.path.parent}: {error.strerror}")
 

@@ -18,6 +18,7 @@ from transformers import PretrainedConfig
 from slipstream.attention import chosen_kernels
 from slipstream.cost import Hardware, MeasuredLink, ModelIdentity, Profile, choose_stages, part_kinds
 from slipstream.errors import SlipstreamError
+from slipstream.kept_files import processor_name
 from slipstream.model import (
     CausalLMStage,
     LayerRange,
@@ -29,7 +30,6 @@ from slipstream.model import (
 )
 from slipstream.options import Parallelism
 from slipstream.parallel import Ranks, SharedStages
-from slipstream.processor import processor_name
 from slipstream.profile.layer_kinds import anatomy_with_halves, find_layer_kinds, find_unit_kinds
 from slipstream.profile.measurement_run import MeasurementRun, MeasuringTeams, TimeBudget, make_grid, make_short_grid
 from slipstream.profile.stage_bench import StageBench, seconds_of

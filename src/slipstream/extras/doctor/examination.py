@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slipstream.extras.doctor.finding import Check, Finding, error_text, isolated
-from slipstream.processor import processor_name
+from slipstream.kept_files import processor_name
 from slipstream.units import bytes_text
 from slipstream.version import __version__
 

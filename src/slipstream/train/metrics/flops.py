@@ -26,8 +26,8 @@ from functools import partial
 import torch
 from transformers import PretrainedConfig
 
-from slipstream.attention import cache_folder, keep_measured, read_kept
 from slipstream.cost import SHIPPED, AttentionCall, ModelCount, PartCount, load_cluster
+from slipstream.kept_files import cache_folder, keep_measured, read_kept
 from slipstream.model import HalfLayer, LayerHalf, LayerRange, ModelEnd
 from slipstream.model.adapters import ALL_WEIGHTS, TrainedWeights
 from slipstream.pipeline.families import StageLayout

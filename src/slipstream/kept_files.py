@@ -1,0 +1,55 @@
+"""Files that are there whole or not at all: measurements, for one, that the next process needn't make again.
+
+Imports nothing that may be broken here, as the doctor asks for the name of the processor.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+
+def processor_name() -> str:
+    """Returns the name of this machine's processor."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def cache_folder() -> Path:
+    """Returns the folder of files that outlast a run, which need not exist."""
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "slipstream"
+
+
+@contextmanager
+def replaced_file(path: Path) -> Iterator[Path]:
+    """Yields where to write a file that then gets its place, so that no other process reads half of it.
+
+    Raises OSError where nothing can be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(f".{os.getpid()}")
+    yield part
+    part.replace(path)
+
+
+def read_kept(file: Path) -> dict[str, Any]:
+    """Returns the measurements that `keep_measured` wrote to a file; none where it isn't there, or is damaged."""
+    with suppress(OSError, ValueError):
+        values = json.loads(file.read_text())
+        if isinstance(values, dict):
+            return values
+    return {}
+
+
+def keep_measured(file: Path, values: dict[str, Any]) -> None:
+    """Writes measurements; where nothing can be written, the next process measures again."""
+    with suppress(OSError), replaced_file(file) as part:
+        part.write_text(json.dumps(values, indent=1))
