@@ -58,14 +58,14 @@ class RunCheckpoints:
     `written` gets, on rank 0, the record of each checkpoint that is complete.
 
     Attributes:
-        files: the checkpoints themselves.
+        stored: the checkpoints themselves.
         interval: says when one is due.
     """
 
     def __init__(self, run: RunContext, written: Callable[[SaveRecord], None]) -> None:
         section, folder = run.config.checkpoint, run.folder
         self._run, self._wanted, self._written = run, section.resume, written
-        self.files = Checkpoints(
+        self.stored = Checkpoints(
             folder.checkpoints,
             run.world,
             section.keep,
@@ -77,7 +77,7 @@ class RunCheckpoints:
         if run.world.rank == 0:  # also where none is to be saved: a run that is asked to stop saves one
             folder.listed.add_folder(folder.checkpoints)
         if section.every or section.keep_best:
-            self.files.prepare()
+            self.stored.prepare()
         self.interval = SaveInterval(section.every, section.failures_per_day, run.world)
         self._keep_seconds = 0.0  # the longest wait of a step for a save
         self._failures = FailureLog(folder.failures)
@@ -86,19 +86,19 @@ class RunCheckpoints:
         """Returns the checkpoint to resume from, verified, if any. Collective."""
         with watchdog_paused("verifying checkpoints", uses_disk=True):
             if self._wanted != "last-good":
-                return None if self._wanted == "no" else self.files.find(self._wanted)
+                return None if self._wanted == "no" else self.stored.find(self._wanted)
             before = self._run.world.run_on_leader(self._failures.earlier_than)
             if before is not None:
                 self._run.progress.warn(
                     f"the same step has failed twice: only a checkpoint before step {before} is good"
                 )
-            return self.files.find(self._wanted, before)
+            return self.stored.find(self._wanted, before)
 
     def resume(self, saved: SavedCheckpoint, parts: CheckpointedParts) -> None:
         """Goes on from the checkpoint of `find_start`. Collective."""
         saved.check_model(describe_model(parts.pipe.config))
         with watchdog_paused("loading a checkpoint", uses_disk=True):
-            parts.load(self.files, saved)
+            parts.load(self.stored, saved)
         parts.bad_steps.restore(saved.facts["values_of_steps"])
         parts.history.restore(saved.facts["validation"])
         self._run.progress.say(f"resumed after step {saved.step}, from {saved.folder}")
@@ -106,40 +106,40 @@ class RunCheckpoints:
     def roll_back(self, parts: CheckpointedParts) -> int | None:
         """Loads the last good checkpoint and returns its step; None where there is none yet. The count of steps and the
         place in the data stay, so that the batches since are passed over. Collective."""
-        self.files.wait()
-        saved = self.files.find("last-good")
+        self.stored.wait()
+        saved = self.stored.find("last-good")
         if saved is None:
             return None
         state = parts.state
         step, num_samples = state.step, state.num_samples
-        parts.load(self.files, saved)
+        parts.load(self.stored, saved)
         state.step, state.num_samples = step, num_samples
         return saved.step
 
     def load_best(self, parts: CheckpointedParts) -> int:
         """Loads the checkpoint of the best validation, and returns its step. Collective."""
         with watchdog_paused("loading a checkpoint", uses_disk=True):
-            saved = self.files.find("best")
+            saved = self.stored.find("best")
             if saved is None:
                 raise RankFailedError("no checkpoint could be saved, so that there is no best model to export")
-            parts.load(self.files, saved)
+            parts.load(self.stored, saved)
         return saved.step
 
     def save(self, step: int, parts: CheckpointedParts) -> None:
         """Begins to save, as `Checkpoints.save`. Collective."""
         with watchdog_paused("saving", uses_disk=True):
-            self.files.save(step, list(parts.shards()), parts.facts())
+            self.stored.save(step, list(parts.shards()), parts.facts())
 
     def keep(self) -> None:
         """Lets the tensors change from now on. Not collective."""
         began = time.perf_counter()
-        self.files.keep()
+        self.stored.keep()
         self._keep_seconds = max(self._keep_seconds, time.perf_counter() - began)
 
     def close(self) -> None:
         """Waits for the last save. Collective."""
         with watchdog_paused("saving", uses_disk=True):
-            self.files.close()
+            self.stored.close()
 
     def note_save(self, step: int, seconds: float) -> None:
         """Notes for how long training stood still where it began to save after a step. Collective."""

@@ -206,7 +206,7 @@ class Trainer:
         self._save(step)
         self._checkpoints.close()
         self._reporter.close()
-        where = self._checkpoints.files.saved_text(step)
+        where = self._checkpoints.stored.saved_text(step)
         raise StoppedRunError(f"{self._reporter.asked_to_stop} ended the run after step {step}; {where}")
 
     def _do_what_is_due(self, step: int) -> None:
@@ -232,7 +232,7 @@ class Trainer:
     def _export_between(self, step: int) -> None:
         """Exports the model, unless the disk has no room for that and for the next two checkpoints. Collective."""
         folder = self._run.folder.model_at(step)
-        if has_room(self._run, folder, 3 * self._checkpoints.files.newest_bytes()):
+        if has_room(self._run, folder, 3 * self._checkpoints.stored.newest_bytes()):
             with self._run.writes.of(folder.name):
                 export_model(self._run, self._pipe, folder)
 
