@@ -24,7 +24,7 @@ def test_a_module_has_at_most_six_hundred_lines() -> None:
     assert {name: length for name, length in lengths.items() if length > 600} == {}
 
 
-MOST_LINES_OF_CODE = 41_307
+MOST_LINES_OF_CODE = 41_301
 """Lines of code that there are, of the 32,500 that are wanted: a change that needs fewer lowers it."""
 
 

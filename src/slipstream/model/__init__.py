@@ -19,7 +19,7 @@ from slipstream.model.config import (
 from slipstream.model.cross_entropy import IGNORED, causal_cross_entropy, cross_entropy, token_cross_entropy
 from slipstream.model.cutting import keep_half, keep_layers, parts_of, units_of
 from slipstream.model.fusion import check_compiler, fuse_kernels
-from slipstream.model.layer_halves import find_halves, halves_or_none
+from slipstream.model.layer_halves import find_halves, halves_or_none, why_layers_stay_whole
 from slipstream.model.layer_range import (
     HalfLayer,
     LayerHalf,

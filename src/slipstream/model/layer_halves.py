@@ -37,41 +37,50 @@ from slipstream.model.toy import (
 TOLERANCE = 1e-10  # the same products in the same order, so a larger difference is a mistake
 
 
-_found: dict[Hashable, tuple[LayerPart, ...]] = {}
-
-
-def halves_or_none(config: PretrainedConfig, anatomy: ModelAnatomy) -> tuple[LayerPart, ...]:
-    """Returns the parts of half layers, none where the architecture has none and nobody asked for them.
-
-    A toy of the same configuration and code isn't tried again in this process.
-    """
-    key = anatomy.toy, repr(anatomy)
-    if key not in _found:
-        try:
-            _found[key] = find_halves(config, anatomy)
-        except SlipstreamError:
-            _found[key] = ()
-    return _found[key]
+# By toy and anatomy: the parts, or why there are none.
+_found: dict[Hashable, tuple[LayerPart, ...] | str] = {}
 
 
 def find_halves(config: PretrainedConfig, anatomy: ModelAnatomy) -> tuple[LayerPart, ...]:
     """Returns the parts of every kind of layer, for `ModelAnatomy.halves`.
 
     Every layer of the toy is compared with its two halves run in sequence, in float64 and training mode: output,
-    gradients of input and parameters. Raises SlipstreamError, naming the layer, where they are not equal.
+    gradients of input and parameters. A toy of the same configuration and code isn't tried again in this process.
+
+    Raises SlipstreamError, naming the layer, where they are not equal.
     """
+    key = anatomy.toy, repr(anatomy)
+    if key not in _found:
+        try:
+            if anatomy.hidden is not None:
+                raise _NotTwoHalvesError("layers: they take more than hidden states from the layers before")
+            with torch.random.fork_rng(devices=[]), full_precision():
+                _found[key] = _find_halves(toy_model(config), anatomy, toy_tokens(config))
+        except Exception as error:  # the model's own code may raise any
+            reason = f"layers: a toy of it can't be run ({type(error).__name__}: {error})"
+            if isinstance(error, _NotTwoHalvesError):
+                reason = str(error)
+            _found[key] = (
+                f"model_type {config.model_type!r} can't be cut inside {reason}. Give whole numbers of layers."
+            )
+    found = _found[key]
+    if isinstance(found, str):
+        raise SlipstreamError(found)
+    return found
+
+
+def halves_or_none(config: PretrainedConfig, anatomy: ModelAnatomy) -> tuple[LayerPart, ...]:
+    """Returns the parts of half layers, none where the architecture has none and nobody asked for them."""
+    return () if why_layers_stay_whole(config, anatomy) else find_halves(config, anatomy)
+
+
+def why_layers_stay_whole(config: PretrainedConfig, anatomy: ModelAnatomy) -> str:
+    """Returns why layers can't be cut in half; "" where they can."""
     try:
-        if anatomy.hidden is not None:
-            raise _NotTwoHalvesError("layers: they take more than hidden states from the layers before")
-        with torch.random.fork_rng(devices=[]), full_precision():
-            return _find_halves(toy_model(config), anatomy, toy_tokens(config))
-    except Exception as error:  # the model's own code may raise any
-        reason = f"layers: a toy of it can't be run ({type(error).__name__}: {error})"
-        if isinstance(error, _NotTwoHalvesError):
-            reason = str(error)
-        raise SlipstreamError(
-            f"model_type {config.model_type!r} can't be cut inside {reason}. Give whole numbers of layers."
-        ) from error
+        find_halves(config, anatomy)
+    except SlipstreamError as error:
+        return str(error)
+    return ""
 
 
 def _find_halves(model: PreTrainedModel, anatomy: ModelAnatomy, tokens: Tensor) -> tuple[LayerPart, ...]:

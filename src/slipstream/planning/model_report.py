@@ -24,10 +24,10 @@ from slipstream.model import (
     check_sliceable,
     check_unquantised,
     find_anatomy,
-    find_halves,
     find_label_loss,
     longest_sequence,
     meta_model,
+    why_layers_stay_whole,
 )
 from slipstream.model.toy import toy_config
 from slipstream.parallel import PossibleRanks, possible_sharing
@@ -102,7 +102,7 @@ def report_on(config: PretrainedConfig) -> ModelReport:
         check_router_loss(config, "pipeline.router_loss")
         check_unquantised(config)
         anatomy = find_anatomy(config)
-        whole, shared = _why_whole(config, anatomy), possible_sharing(config, anatomy)
+        whole, shared = why_layers_stay_whole(config, anatomy), possible_sharing(config, anatomy)
     except SlipstreamError as error:
         return replace(report, refusal=str(error))
     report = replace(report, tied=anatomy.tied, whole_layers=whole, sharing=shared)
@@ -123,11 +123,3 @@ def _num_parameters(config: PretrainedConfig) -> int | None:
 def _dropout(config: PretrainedConfig) -> tuple[str, ...]:
     fields = vars(config).items()
     return tuple(f"{name}={p}" for name, p in fields if "drop" in name and isinstance(p, float) and p > 0)
-
-
-def _why_whole(config: PretrainedConfig, anatomy: ModelAnatomy) -> str:
-    try:
-        find_halves(config, anatomy)
-    except SlipstreamError as error:
-        return str(error)
-    return ""

@@ -2,7 +2,6 @@
 
 from slipstream.profile.cost_cache import find_costs, newest_costs
 from slipstream.profile.counting import count_model
-from slipstream.profile.layer_kinds import why_layers_stay_whole
 from slipstream.profile.measurement_run import FIT_TOLERANCE
 from slipstream.profile.profile_run import (
     ProfileSettings,

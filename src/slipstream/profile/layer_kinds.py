@@ -9,13 +9,11 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig
 
-from slipstream.errors import SlipstreamError
 from slipstream.model import (
     LayerHalf,
     ModelAnatomy,
     copy_with_shared_weights,
     find_anatomy,
-    find_halves,
     halves_or_none,
     meta_model,
     parts_of,
@@ -27,15 +25,6 @@ def anatomy_with_halves(config: PretrainedConfig) -> ModelAnatomy:
     """Returns the model's anatomy, with the halves of its layers where they can be cut."""
     anatomy = find_anatomy(config)
     return replace(anatomy, halves=halves_or_none(config, anatomy))
-
-
-def why_layers_stay_whole(config: PretrainedConfig) -> str:
-    """Returns why layers can't be cut in half; "" where they can."""
-    try:
-        find_halves(config, find_anatomy(config))
-    except SlipstreamError as error:
-        return str(error)
-    return ""
 
 
 def find_layer_kinds(

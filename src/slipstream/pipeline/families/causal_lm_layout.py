@@ -151,8 +151,7 @@ def assign_layers(
     if cut := [edge.layer for stage in layers for edge in stage if isinstance(edge, HalfLayer)]:
         if reason := model.anatomy.obstacle(f"{model.anatomy.layers}.{layer}" for layer in cut):
             raise SlipstreamError(f"partition={list(counts)} cuts a layer in half: {reason}. Give whole layers there.")
-        # Where there are none, looking for them again says why.
-        halves = halves or halves_or_none(model.config, model.anatomy) or find_halves(model.config, model.anatomy)
+        halves = halves or find_halves(model.config, model.anatomy)
     elif model.uses_randomness:
         halves = halves or halves_or_none(model.config, model.anatomy)
     separate_ends = frozenset(edge for stage in layers for edge in stage if isinstance(edge, ModelEnd))

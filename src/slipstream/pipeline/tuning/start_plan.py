@@ -37,6 +37,7 @@ from slipstream.cost import (
     memory_table,
 )
 from slipstream.errors import SlipstreamError
+from slipstream.model import find_anatomy, why_layers_stay_whole
 from slipstream.model.adapters import ALL_WEIGHTS, TrainedWeights
 from slipstream.options import Parallelism
 from slipstream.parallel import Ranks, possible_exchanges
@@ -54,7 +55,7 @@ from slipstream.planner.joint import (
     find_vocabulary_plan,
 )
 from slipstream.planner.ragged import StageRates, fit_rates
-from slipstream.profile import ProfileSettings, count_model, find_costs, why_layers_stay_whole
+from slipstream.profile import ProfileSettings, count_model, find_costs
 from slipstream.profile.cost_cache import CostCache
 from slipstream.schedule import Op, Schedule, add_recompute
 from slipstream.simulator import memory_of
@@ -164,7 +165,7 @@ def _plan(
     profile = find_costs(config, request.profile, device, ranks, say, told.measured, link)
     units = _units(profile, config, request, ranks, say)
     if units.units_per_layer == 1 and ranks.leads:
-        say(f"layers are planned whole: {why_layers_stay_whole(config)}")
+        say(f"layers are planned whole: {why_layers_stay_whole(config, find_anatomy(config))}")
     problem = JointProblem(
         costs=units,
         seq_len=request.seq_len,
