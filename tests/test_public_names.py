@@ -109,7 +109,7 @@ def test_nothing_heavy_is_imported_before_it_is_needed() -> None:
 
 
 def test_a_rank_starts_without_packages_that_only_some_runs_need(tmp_path: Path) -> None:
-    """PEFT and bitsandbytes would take a second of each; the forked process has loaded what ranks load."""
+    """PEFT and bitsandbytes would cost each a second; the process that is forked has loaded what ranks load."""
     program = tmp_path / "program.py"
     names = "{'slipstream.train.training_rank', 'peft', 'bitsandbytes'}"
     program.write_text(f"import sys\nprint({names} & {{*sys.modules}})\n")

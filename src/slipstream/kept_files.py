@@ -1,6 +1,6 @@
-"""Files that are there whole or not at all: measurements, for one, that the next process needn't make again.
+"""Files for other processes, there whole or not at all; among them measurements, kept by the processor's name.
 
-Imports nothing that may be broken here, as the doctor asks for the name of the processor.
+Imports nothing that may be broken here, as the doctor asks for that name.
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ def cache_folder() -> Path:
 def replaced_file(path: Path) -> Iterator[Path]:
     """Yields where to write a file that then gets its place, so that no other process reads half of it.
 
-    Raises OSError where nothing can be written.
+    Raises OSError where nothing can be written, or there is no such folder: who waited for the file has removed it.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(f".{os.getpid()}")
     yield part
     part.replace(path)
@@ -51,5 +50,7 @@ def read_kept(file: Path) -> dict[str, Any]:
 
 def keep_measured(file: Path, values: dict[str, Any]) -> None:
     """Writes measurements; where nothing can be written, the next process measures again."""
-    with suppress(OSError), replaced_file(file) as part:
-        part.write_text(json.dumps(values, indent=1))
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with replaced_file(file) as part:
+            part.write_text(json.dumps(values, indent=1))

@@ -57,12 +57,10 @@ def find_halves(config: PretrainedConfig, anatomy: ModelAnatomy) -> tuple[LayerP
             with torch.random.fork_rng(devices=[]), full_precision():
                 _found[key] = _find_halves(toy_model(config), anatomy, toy_tokens(config))
         except Exception as error:  # the model's own code may raise any
-            reason = f"layers: a toy of it can't be run ({type(error).__name__}: {error})"
+            why = f"layers: a toy of it can't be run ({type(error).__name__}: {error})"
             if isinstance(error, _NotTwoHalvesError):
-                reason = str(error)
-            _found[key] = (
-                f"model_type {config.model_type!r} can't be cut inside {reason}. Give whole numbers of layers."
-            )
+                why = str(error)
+            _found[key] = f"model_type {config.model_type!r} can't be cut inside {why}. Give whole numbers of layers."
     found = _found[key]
     if isinstance(found, str):
         raise SlipstreamError(found)

@@ -76,6 +76,7 @@ class CostCache:
     def keep(self, profile: Profile, say: Callable[[str], None]) -> None:
         """Writes the profile, whole or not at all."""
         try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
             with replaced_file(self.path) as part:
                 profile.save(part)
         except OSError as error:
