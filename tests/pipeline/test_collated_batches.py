@@ -145,12 +145,12 @@ def test_what_cannot_be_exact_is_refused(pipe: Pipeline, batch: dict[str, Any], 
 
 def test_a_mapping_goes_alone(pipe: Pipeline) -> None:
     batch = collated([12, 8])
-    with pytest.raises(SlipstreamError, match=r"targets=... given together with a mapping"):
+    with pytest.raises(SlipstreamError, match=r"labels=... given together with a mapping"):
         pipe.step(batch, batch["labels"])
     with pytest.raises(SlipstreamError, match=r"lengths=... given together with an attention_mask"):
         pipe.step(batch, lengths=[12, 8])
-    with pytest.raises(SlipstreamError, match=r"targets are missing: give step\(inputs, targets\)"):
+    with pytest.raises(SlipstreamError, match=r"labels are missing: give step\(inputs, labels\)"):
         pipe.step(tokens())
     layers = Pipeline(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)), loss_fn=lambda *_: None)
-    with pytest.raises(SlipstreamError, match=r"a mapping as a batch is for models of transformers.*targets\)\."):
+    with pytest.raises(SlipstreamError, match=r"a mapping as a batch is for models of transformers.*labels\)\."):
         layers.step(batch)

@@ -33,8 +33,8 @@ def loss(pipe: Pipeline) -> Tensor:
         (lambda pipe: pipe.to("cpu"), "are where Pipeline\\(device=...\\) puts them"),
         (lambda pipe: pipe.cuda(), "for transformers' Trainer there is slipstream.extras.hf_trainer.SlipstreamTrainer"),
         (lambda pipe: pipe.gradient_checkpointing_enable(), "give Pipeline\\(memory=slipstream.Memory\\(recompute="),
-        (lambda pipe: pipe(tokens()), "call pipe.step\\(inputs, targets\\), which runs forward and backward"),
-        (lambda pipe: pipe.forward(tokens()), "call pipe.step\\(inputs, targets\\)"),
+        (lambda pipe: pipe(tokens()), "call pipe.step\\(inputs, labels\\), which runs forward and backward"),
+        (lambda pipe: pipe.forward(tokens()), "call pipe.step\\(inputs, labels\\)"),
         (lambda pipe: pipe.compile(), "runtime=slipstream.Runtime\\(fused=True\\)"),
         (lambda pipe: pipe.nonsense, "a Pipeline has no attribute 'nonsense'$"),
     ],
@@ -47,7 +47,7 @@ def test_what_a_module_has(pipe: Pipeline, call: Callable[[Any], object], answer
 def test_a_compiled_pipeline(pipe: Pipeline) -> None:
     """Torch compiles whatever can be called, when it is called: then the Pipeline answers."""
     compiled = torch.compile(pipe, backend="eager")
-    with pytest.raises(Exception, match=r"call pipe.step\(inputs, targets\)"):
+    with pytest.raises(Exception, match=r"call pipe.step\(inputs, labels\)"):
         compiled(tokens())
 
 

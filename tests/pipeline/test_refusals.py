@@ -133,23 +133,46 @@ def planned(lengths: tuple[int, ...] = (4, 6, 10), **changes: Any) -> dict[str, 
     return {"inputs": batch_of([*lengths])[0], "plan": replace(plan, **changes)}
 
 
+def shifted(tokens: Tensor) -> Tensor:
+    """The labels of a loop whose model doesn't shift them: each the next token, none for the last."""
+    return torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=-100)
+
+
+def changed_at(place: tuple[int, int], label: int) -> Tensor:
+    labels = TOKENS.clone()
+    labels[place] = label
+    return labels
+
+
+SHIFTED = "the labels are shifted already: each that counts is the next token"
 SAME = make_schedule("gpipe", 1, 2, 4)
 BATCHES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    ({}, {"targets": TOKENS[:2]}, "targets are (2, 32) int64, inputs (4, 32) int64: they must have one shape"),
-    ({}, {"targets": TOKENS[:, 1:]}, "targets are (4, 31) int64, inputs (4, 32) int64"),
+    ({}, {"targets": TOKENS[:2]}, "labels are (2, 32) int64, inputs (4, 32) int64: they must have one shape"),
+    ({}, {"targets": TOKENS[:, 1:]}, "labels are (4, 31) int64, inputs (4, 32) int64"),
     ({}, {"inputs": TOKENS.float()}, "inputs are (4, 32) float32; expected token ids, (batch, sequence) int64"),
-    ({}, {"targets": TOKENS.float()}, "targets are (4, 32) float32; expected token ids or -100, int64"),
+    ({}, {"targets": TOKENS.float()}, "labels are (4, 32) float32; expected token ids or -100, int64"),
     ({}, {"inputs": TOKENS[0]}, "inputs are (32,) int64; expected token ids"),
     ({}, {"inputs": TOKENS[:0]}, "the batch has no tokens: inputs are (0, 32)"),
-    ({}, {"inputs": TOKENS + 61}, "there is a token id 121, but the model has a vocabulary of 61 .. tokenizer the"),
-    ({}, {"inputs": TOKENS - 1}, "there is a token id -1 .. ids 0 to 60"),
+    ({}, {"inputs": TOKENS + 61}, "inputs[0, 0] is 61, but the model has a vocabulary of 61 .. tokenizer the"),
+    ({}, {"inputs": TOKENS - 1}, "inputs[0, 0] is -1, but the model has a vocabulary of 61 (ids 0 to 60)"),
+    ({}, {"targets": changed_at((2, 7), 61)}, "labels[2, 7] is 61, but .. (-100 where a label counts nowhere"),
+    ({}, {"targets": changed_at((3, 0), -1)}, "labels[3, 0] is -1, but .. Type labels = labels.masked_fill(labels < 0"),
+    ({}, {"inputs": ids(3, 4), "targets": [*ids(3), torch.tensor([1, 1, 90, 1])]}, "labels[1][2] is 90, but the"),
+    # labels that are shifted already
+    ({}, {"inputs": TOKENS[:, :-1], "targets": TOKENS[:, 1:]}, f"{SHIFTED} .. type step(tokens, tokens)"),
+    ({}, {"targets": shifted(TOKENS)}, SHIFTED),
+    ({}, {"targets": shifted(TOKENS).index_fill(1, torch.arange(24), -100)}, SHIFTED),
+    ({}, {"inputs": [*TOKENS], "targets": [*shifted(TOKENS)]}, SHIFTED),
+    ({}, {"inputs": {"input_ids": TOKENS, "labels": shifted(TOKENS)}, "targets": None}, SHIFTED),
+    ({}, {"lengths": [32, 20, 9, 9], "targets": shifted(TOKENS)}, SHIFTED),
+    ({}, {"targets": TOKENS, "labels": TOKENS}, "labels=... and targets=..., two names of one"),
     (
         {},
         {"inputs": torch.cat([TOKENS] * 3, dim=1)},
         "the sequence has 96 tokens, but 'llama' has max_position_embeddings=64",
     ),
     ({}, {"inputs": TOKENS.numpy(), "targets": TOKENS}, "inputs are of type ndarray: give a tensor"),
-    ({}, {"targets": None}, "targets are missing: give step(inputs, targets)"),
+    ({}, {"targets": None}, "labels are missing: give step(inputs, labels)"),
     ({}, {"targets": torch.full_like(TOKENS, -100)}, "no label of this batch counts"),
     (
         {"loss_fn": lambda outputs, targets: (causal_cross_entropy(outputs, targets)[0], 1)},
@@ -169,11 +192,11 @@ BATCHES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         {},
         {"inputs": ids(4, 3), "targets": ids(4, 4)},
-        "targets[1] are (4,) int64, inputs[1] (3,) int64: they must have one shape",
+        "labels[1] are (4,) int64, inputs[1] (3,) int64: they must have one shape",
     ),
-    ({}, {"inputs": ids(4, 3), "targets": ids(4)}, "targets are 1 sequences, inputs 2"),
+    ({}, {"inputs": ids(4, 3), "targets": ids(4)}, "labels are 1 sequences, inputs 2"),
     ({}, {"inputs": [torch.ones(4)]}, "inputs[0] are (4,) float32; expected token ids, (tokens,) int64"),
-    ({}, {"inputs": ids(4), "targets": torch.ones(1, 4)}, "targets must be a list of tensors"),
+    ({}, {"inputs": ids(4), "targets": torch.ones(1, 4)}, "labels must be a list of tensors"),
     ({}, {"lengths": [32, 33, 9, 9]}, "lengths[1]=33, but inputs have room for 32"),
     ({}, {"lengths": [32, 0, 9, 9]}, "inputs[1] is an empty sequence"),
     ({}, {"lengths": [32]}, "inputs are (4, 32) for 1 lengths"),
@@ -221,6 +244,20 @@ def test_a_batch(arguments: dict[str, Any], batch: dict[str, Any], words: str) -
     with refused(words):
         pipe.step(**{"targets": batch["inputs"]} | batch)
     assert all(parameter.grad is None for parameter in pipe.parameters())  # nothing ran
+
+
+@pytest.mark.parametrize(
+    ("tokens", "labels"),
+    [
+        (torch.ones_like(TOKENS), torch.ones_like(TOKENS)),
+        (TOKENS[:1, :8], shifted(TOKENS[:1, :8])),
+        (TOKENS, changed_at((1, 4), 0)),
+    ],
+    ids=["one token again and again", "fewer than eight labels", "unshifted"],
+)
+def test_labels_that_may_be_unshifted(tokens: Tensor, labels: Tensor) -> None:
+    by_position = make_pipe(llama()).step(tokens, labels)
+    assert torch.equal(by_position, make_pipe(llama()).step(tokens, targets=labels))
 
 
 def with_another_part() -> Any:

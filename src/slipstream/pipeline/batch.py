@@ -13,6 +13,8 @@ from slipstream.errors import SlipstreamError
 from slipstream.model import IGNORED, Tensors
 from slipstream.parallel import Ranks
 
+# Fewer labels than these may follow the tokens by chance.
+_FEWEST_SHIFTED = 8
 Lengths = Sequence[int] | None  # the tokens of each row of padded tensors
 Rows = Tensor | list[Tensor]  # one length for all sequences, or each its own
 Inputs = Tensors | Rows | list[Tensors] | Mapping[str, Any]
@@ -51,7 +53,7 @@ class Batch:
         moved: list[Tensor | None] = []
         for place, tensor in enumerate((*tensors, targets, position_ids, document_ids, sequence_values)):
             if place <= len(tensors) and not isinstance(tensor, Tensor):
-                name = "targets" if place == len(tensors) else "inputs"
+                name = "labels" if place == len(tensors) else "inputs"
                 kind = type(tensor).__name__
                 raise SlipstreamError(f"{name} are of type {kind}: give a tensor, or a list of tensors.")
             moved.append(None if tensor is None else tensor.to(device))
@@ -73,7 +75,7 @@ class Batch:
 
         Raises SlipstreamError where they aren't as many.
         """
-        columns = {"inputs": inputs, "targets": targets, "document_ids": document_ids}
+        columns = {"inputs": inputs, "labels": targets, "document_ids": document_ids}
         lists = {name: _listed(name, rows, lengths) for name, rows in columns.items() if rows is not None}
         if not lists["inputs"]:
             raise SlipstreamError("inputs are a list without a sequence: give at least one, or leave the step out.")
@@ -93,7 +95,7 @@ class Batch:
         return cls(
             tuple(moved(rows) for rows in zip(*tensors, strict=True)),
             isinstance(lists["inputs"][0], tuple),
-            moved(lists["targets"]),
+            moved(lists["labels"]),
             document_ids=moved(lists["document_ids"]) if "document_ids" in lists else None,
             sequence_values=None if sequence_values is None else sequence_values.to(device),
         )
@@ -183,9 +185,9 @@ class Batch:
                 raise SlipstreamError(f"inputs{place} is an empty sequence. Leave it out.")
         for place, targets in self.places(self.targets):
             if targets.dtype != torch.int64:
-                raise SlipstreamError(f"targets{place} are {_describe(targets)}; expected token ids or -100, int64.")
-        for name in ("targets", "position_ids", "document_ids"):
-            rows = getattr(self, name)
+                raise SlipstreamError(f"labels{place} are {_describe(targets)}; expected token ids or -100, int64.")
+        columns = {"labels": self.targets, "position_ids": self.position_ids, "document_ids": self.document_ids}
+        for name, rows in columns.items():
             pairs = zip(self.places(self.inputs[0]), self.places(rows), strict=rows is not None)
             for (place, ids), (_, other) in pairs:
                 if other.shape != ids.shape:
@@ -193,6 +195,26 @@ class Batch:
                         f"{name}{place} are {_describe(other)}, inputs{place} {_describe(ids)}: they must have one "
                         "shape."
                     )
+
+    def check_labels_are_unshifted(self) -> None:
+        """Raises SlipstreamError where the labels are the tokens shifted by one, as loops have them whose model doesn't
+        shift: trained on them, a model would learn the token after the next.
+
+        Labels are taken for shifted where every one that counts is the next token of its row, at least eight of them
+        are, and some differ from the token at their own place.
+        """
+        pairs = list(zip(self.places(self.inputs[0]), self.places(self.targets), strict=True))
+        own = torch.cat([inputs[..., :-1].flatten() for (_, inputs), _ in pairs])
+        following = torch.cat([inputs[..., 1:].flatten() for (_, inputs), _ in pairs])
+        labels = torch.cat([labels[..., :-1].flatten() for _, (_, labels) in pairs])
+        counts = labels != IGNORED
+        are_shifted = ((labels == following) | ~counts).all() & (counts & (labels != own)).any()
+        if bool(are_shifted & (counts.sum() >= _FEWEST_SHIFTED)):
+            raise SlipstreamError(
+                "the labels are shifted already: each that counts is the next token, labels[:, t] == inputs[:, t + 1]. "
+                "A Pipeline shifts labels itself, as transformers does, so the model would learn the token after the "
+                "next. Give both unshifted: for step(tokens[:, :-1], tokens[:, 1:]) type step(tokens, tokens)."
+            )
 
     def places(self, rows: Rows | None) -> list[tuple[str, Tensor]]:
         """Returns some of its tensors: the one of all sequences, or each sequence's with its place, such as [3]."""
@@ -235,44 +257,50 @@ def given_batch(
     ranks: Ranks,
     device: torch.device,
     inputs: Inputs,
-    targets: Rows | None,
+    labels: Rows | None,
     position_ids: Tensor | None = None,
     document_ids: Rows | None = None,
     lengths: Lengths = None,
     sequence_values: Tensor | None = None,
     is_planned: bool = False,
     needs_labels: bool = True,
+    targets: Rows | None = None,
 ) -> Batch:
     """Returns the batch: rows of one length, or, of lists and with `lengths`, of different ones. Of a mapping it is
     rows of one length where no rank's has padding; with an attention_mask that is found out by one small message.
 
-    Collective. Raises SlipstreamError where the tensors don't say which batch is meant.
+    `targets` is another name of the labels. Collective. Raises SlipstreamError where the tensors don't say which batch
+    is meant.
     """
+    if targets is not None:
+        if labels is not None:
+            raise SlipstreamError("labels=... and targets=..., two names of one argument: give labels=... alone.")
+        labels = targets
     if isinstance(inputs, Mapping):
-        _refuse_twice(targets=targets, position_ids=position_ids)
-        inputs, targets, position_ids, row_lengths = _agreed(ranks, inputs, lengths, needs_labels)
+        _refuse_twice(labels=labels, position_ids=position_ids)
+        inputs, labels, position_ids, row_lengths = _agreed(ranks, inputs, lengths, needs_labels)
         if row_lengths is not None:
-            rows = Batch.of_lengths(device, inputs, targets, document_ids, row_lengths.tolist(), sequence_values)
+            rows = Batch.of_lengths(device, inputs, labels, document_ids, row_lengths.tolist(), sequence_values)
             return rows.as_rows(inputs.shape[1], row_lengths.tolist(), position_ids)
-    elif targets is None:
+    elif labels is None:
         if needs_labels:
-            raise SlipstreamError("targets are missing: give step(inputs, targets), or a mapping that has 'labels'.")
-        targets = inputs[0] if isinstance(inputs, tuple) else inputs  # type: ignore[assignment]
-    assert targets is not None
-    is_list = isinstance(inputs, list) or isinstance(targets, list) or isinstance(document_ids, list)
+            raise SlipstreamError("labels are missing: give step(inputs, labels), or a mapping that has 'labels'.")
+        labels = inputs[0] if isinstance(inputs, tuple) else inputs  # type: ignore[assignment]
+    assert labels is not None
+    is_list = isinstance(inputs, list) or isinstance(labels, list) or isinstance(document_ids, list)
     if not is_list and lengths is None:
         if is_planned:
             raise SlipstreamError(
                 "plan=... is for sequences of different lengths: give lists, or padded with lengths=..."
             )
         of_rows = position_ids, document_ids, sequence_values
-        return Batch.of(device, inputs, targets, *of_rows)  # type: ignore[arg-type]
+        return Batch.of(device, inputs, labels, *of_rows)  # type: ignore[arg-type]
     if position_ids is not None or isinstance(inputs, tuple):
         name = "a tuple of inputs" if isinstance(inputs, tuple) else "position_ids"
         raise SlipstreamError(
             f"{name} with sequences of different lengths: each is token ids, whose positions begin at 0. Leave it out."
         )
-    return Batch.of_lengths(device, inputs, targets, document_ids, lengths, sequence_values)
+    return Batch.of_lengths(device, inputs, labels, document_ids, lengths, sequence_values)
 
 
 def padded_as(outputs: Tensor | list[Tensor], inputs: Inputs) -> Tensor | list[Tensor]:

@@ -27,9 +27,10 @@ class PipelineEvaluation(PipelineFacts):
     def evaluate(
         self,
         inputs: Inputs,
-        targets: Rows | None = None,
+        labels: Rows | None = None,
         document_ids: Rows | None = None,
         *,
+        targets: Rows | None = None,
         lengths: Lengths = None,
         sequence_values: Tensor | None = None,
         plan: StepPlan | None = None,
@@ -38,7 +39,7 @@ class PipelineEvaluation(PipelineFacts):
         """Runs one batch forward only, in evaluation mode, and returns the global mean loss. Collective; arguments,
         result and errors are those of `step`, though nothing needs to be trained."""
         of_rows = None, document_ids, lengths, sequence_values
-        whole = self._runtime.read_batch(inputs, targets, *of_rows, plan is not None)
+        whole = self._runtime.read_batch(inputs, labels, *of_rows, plan is not None, targets=targets)
         with self._evaluating("evaluate"):
             batch = self._runtime.cut_to_evaluate(whole, plan, num_targets is None)
             return self._runtime.run_forward(batch, num_targets)
@@ -123,11 +124,11 @@ class PipelineEvaluation(PipelineFacts):
     def _collected(self, whole: Batch, call: str, function: TokenOutputs) -> _CollectedTokens:
         """Returns the function's results on each slice's logits and targets here. Collective."""
         runtime = self._runtime
-        runtime.family.check_has("what a model says of tokens", "Give evaluate(inputs, targets) a loss_fn.")
+        runtime.family.check_has("what a model says of tokens", "Give evaluate(inputs, labels) a loss_fn.")
         if runtime.layout.spreads_vocabulary:
             raise SlipstreamError(
                 "no rank has all logits, as the rows of the head are spread over the ranks. Give "
-                "Pipeline(vocabulary='whole'), or use evaluate(inputs, targets)."
+                "Pipeline(vocabulary='whole'), or use evaluate(inputs, labels)."
             )
         with self._evaluating(call):
             batch = runtime.cut_to_evaluate(whole, needs_targets=False)

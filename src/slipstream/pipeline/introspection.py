@@ -244,15 +244,15 @@ def _dtypes(tensors: Iterable[Tensor]) -> str:
 
 _PLACE = (
     "its parameters are where Pipeline(device=...) puts them, and of the dtype in precision=slipstream.Precision(dtype="
-    "...). accelerate, which calls it, has a loop of its own: write yours around pipe.step(inputs, targets), or use "
+    "...). accelerate, which calls it, has a loop of its own: write yours around pipe.step(inputs, labels), or use "
     "`slipstream train`; for transformers' Trainer there is slipstream.extras.hf_trainer.SlipstreamTrainer"
 )
 _LAYERS = "its layers are spread over the ranks, and pipe.named_parameters() yields what this rank's optimizer updates"
 CHECKPOINTING = ("gradient_checkpointing_enable", "activation_checkpointing_enable")
 _RECOMPUTE = "give Pipeline(memory=slipstream.Memory(recompute='full')), or 'selective'"
 _FORWARD = (
-    "call pipe.step(inputs, targets), which runs forward and backward and returns the loss, or pipe.evaluate(inputs, "
-    "targets); for logits pipe.logits(inputs)"
+    "call pipe.step(inputs, labels), which runs forward and backward and returns the loss, or pipe.evaluate(inputs, "
+    "labels); for logits pipe.logits(inputs)"
 )
 _COMPILE = "for fused norms and activations give Pipeline(runtime=slipstream.Runtime(fused=True))"
 

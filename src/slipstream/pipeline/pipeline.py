@@ -157,10 +157,11 @@ class Pipeline(PipelineEvaluation, PipelineSaving):
     def step(
         self,
         inputs: Inputs,
-        targets: Rows | None = None,
+        labels: Rows | None = None,
         position_ids: Tensor | None = None,
         document_ids: Rows | None = None,
         *,
+        targets: Rows | None = None,
         lengths: Lengths = None,
         sequence_values: Tensor | None = None,
         plan: StepPlan | None = None,
@@ -171,16 +172,18 @@ class Pipeline(PipelineEvaluation, PipelineSaving):
 
         Args:
             inputs: (batch, sequence) token ids, int64; of an nn.Sequential its first layer's inputs, rows first. Or a
-                list of (tokens,) tensors, with lists of targets and document_ids: sequences of different lengths, which
+                list of (tokens,) tensors, with lists of labels and document_ids: sequences of different lengths, which
                 are packed into `num_microbatches` rows of about equal cost; the row that takes longest has `slices`
                 slices, others accordingly. Of an nn.Sequential with CutTokens each sequence is a microbatch. Or a
                 mapping as a data collator of transformers makes it, with input_ids, labels and, if any, attention_mask
                 and position_ids, (batch, sequence) each. Padding at the right is left out as with `lengths`.
-            targets: (batch, sequence) labels, unshifted as in transformers; -100 counts nowhere. Of an
-                nn.Sequential the loss function's, rows first. Leave it out beside a mapping.
+            labels: (batch, sequence), unshifted as in transformers: `labels[:, t]` is the token at t, not the one
+                after it; -100 counts nowhere. Of an nn.Sequential the loss function's targets, rows first. Leave it
+                out beside a mapping.
             position_ids: (batch, sequence); default: from 0 in every document.
             document_ids: (batch, sequence); tokens attend within runs of equal ids. Without them documents start, as in
                 transformers, where position_ids don't count on.
+            targets: another name of `labels`.
             lengths: the tokens of each row where sequences of different lengths are padded to one.
             sequence_values: (sequences, ...), the second argument of a SequenceLoss's function.
             plan: which sequences of a list form which microbatch, the slices of each, and the order; default: see
@@ -202,7 +205,7 @@ class Pipeline(PipelineEvaluation, PipelineSaving):
                 run, and then all gradients are dropped.
         """
         of_rows = position_ids, document_ids, lengths, sequence_values
-        whole = self._runtime.read_batch(inputs, targets, *of_rows, plan is not None)
+        whole = self._runtime.read_batch(inputs, labels, *of_rows, plan is not None, targets=targets)
         return self._runtime.step(whole, loss_scale, plan, num_targets)
 
     def prepare(self, lengths: Sequence[int]) -> None:

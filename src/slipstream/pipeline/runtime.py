@@ -192,7 +192,7 @@ class PipelineRuntime:
     def read_batch(self, inputs: Inputs, *others: Any, **options: Any) -> Batch:
         """Returns the batch of a method's arguments, as `given_batch` does. Collective."""
         if isinstance(inputs, Mapping):
-            self.family.check_has("a mapping as a batch", "Give step(inputs, targets).")
+            self.family.check_has("a mapping as a batch", "Give step(inputs, labels).")
         return given_batch(self.ranks, self.device, inputs, *others, **options)
 
     def step(

@@ -69,7 +69,8 @@ from slipstream.planner.joint import JointPlan, Vocabulary
 from slipstream.planner.ragged import StageRates
 from slipstream.schedule import Schedule, SlicedMicrobatch
 
-_PLACEHOLDER = re.compile(r"(image|video|audio)_token_(id|index)")  # fields of tokens that stand for no text
+# Entries of configurations that are the token id in whose place a model puts an image, a sound or a video.
+_PLACEHOLDER = re.compile(r"(image|video|audio)_token_(id|index)")
 
 
 class CausalLMFamily(ModelFamily):
@@ -310,10 +311,12 @@ class CausalLMFamily(ModelFamily):
         ):
             if inputs.shape[-1] > self._longest:
                 check_length(self.config, inputs.shape[-1], f"the length of inputs{place}" if place else "")
-            check_token_ids(self.config, inputs, targets)
+            check_token_ids(self.config, inputs, targets, place)
             if self._anatomy.skips_padding:
                 self._check_positions(inputs if inputs.dim() > 1 else inputs[None])
             lengths += [inputs.shape[-1]] * (1 if place else len(inputs))
+        if batch.targets is not batch.inputs[0]:
+            batch.check_labels_are_unshifted()
         if self._sequence_loss is None:
             refuse_values(batch)
         else:
@@ -364,24 +367,44 @@ class CausalLMFamily(ModelFamily):
         self._may_cut = True
 
 
-def check_token_ids(config: PretrainedConfig, inputs: Tensor, targets: Tensor) -> None:
+def check_token_ids(config: PretrainedConfig, inputs: Tensor, labels: Tensor, place: str = "") -> None:
     """Raises SlipstreamError for a token id outside the model's vocabulary, and for one that stands for an image, a
-    sound or a video: the pipeline runs a model on text alone."""
+    sound or a video: the pipeline runs a model on text alone.
+
+    `inputs` and `labels` are (batch, sequence), or (tokens,) each of the sequence at `place` of a list, such as [3].
+    """
     size = config.get_text_config().vocab_size
-    if not inputs.numel() or not targets.numel():
+    if not inputs.numel() or not labels.numel():
         raise SlipstreamError(
-            f"the batch has no tokens: inputs are {tuple(inputs.shape)}, targets {tuple(targets.shape)}. Give at least "
+            f"the batch has no tokens: inputs are {tuple(inputs.shape)}, labels {tuple(labels.shape)}. Give at least "
             "one sequence."
         )
-    smallest, largest = int(inputs.min()), int(max(inputs.max(), targets.max()))
-    if smallest < 0 or largest >= size:
-        raise SlipstreamError(
-            f"there is a token id {smallest if smallest < 0 else largest}, but the model has a vocabulary of {size} "
-            f"(ids 0 to {size - 1}). Use the tokenizer the model was made for, or a config with a larger vocab_size."
-        )
+    not_ids = (inputs < 0) | (inputs >= size)
+    not_labels = (labels != IGNORED) & ((labels < 0) | (labels >= size))
+    # A single message from the device says that both are fine.
+    if bool((not_ids | not_labels).any()):
+        _raise_outside("inputs", inputs, not_ids, size, place)
+        _raise_outside("labels", labels, not_labels, size, place)
     for name, token in vars(config).items():
         if _PLACEHOLDER.fullmatch(name) and isinstance(token, int) and bool((inputs == token).any()):
             raise SlipstreamError(
                 f"the inputs have token {token}, {name} of {config.model_type!r}, which the model replaces by what "
                 "isn't text. Only text is trained here: leave such samples out."
             )
+
+
+def _raise_outside(name: str, ids: Tensor, is_outside: Tensor, size: int, place: str) -> None:
+    """Raises SlipstreamError that names the first of the ids that are outside of the vocabulary, if any is."""
+    indices = is_outside.nonzero()
+    if not len(indices):
+        return
+    index = indices[0].tolist()
+    where = f"{name}{place}[{', '.join(map(str, index))}]"
+    allowed = "-100 where a label counts nowhere, " if name == "labels" else ""
+    advice = "Use the tokenizer the model was made for, or a config with a larger vocab_size."
+    if name == "labels" and int(ids[tuple(index)]) < 0:
+        advice = "Type labels = labels.masked_fill(labels < 0, -100)."
+    raise SlipstreamError(
+        f"{where} is {int(ids[tuple(index)])}, but the model has a vocabulary of {size} ({allowed}ids 0 to "
+        f"{size - 1}). {advice}"
+    )
