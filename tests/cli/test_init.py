@@ -18,12 +18,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 from typer.testing import CliRunner, Result
 
 from slipstream.cli import app
-from slipstream.cost import load_cluster
+from slipstream.cost import SHIPPED, load_cluster
 from slipstream.errors import SlipstreamError
-from slipstream.extras.init.choices import choose_length, dtype_here, this_machine
+from slipstream.extras.init.choices import choose_length, choose_pipeline, dtype_here, this_machine
 from slipstream.extras.init.data import DataSizes, choose_data
 from slipstream.launch import Progress
 from slipstream.train.config import load_config
+from slipstream.train.config.run_config import SMALLEST, parse_config
 from slipstream.train.data.tokenised_text import train_tokenizer
 from support.forked import COMMAND, launch
 from support.tiny_training import metrics_of
@@ -262,6 +263,50 @@ def test_sequences_have_room_for_what_the_data_has_and_the_model_takes() -> None
     assert choose_length(talks, 512, is_packed=True) == 512
     pairs = DataSizes(np.array([10, 30]), 2, is_text=False, largest=0)
     assert choose_length(pairs, None, is_packed=False) == 64
+
+
+BILLION = LlamaConfig(
+    hidden_size=2048,
+    intermediate_size=8192,
+    num_hidden_layers=16,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    vocab_size=32_000,
+    max_position_embeddings=16_384,
+)
+
+
+_ALWAYS_TRIED = ("h100-dgx", "gb200-nvl72")
+
+
+@pytest.mark.parametrize(
+    ("cluster", "is_packed"),
+    [
+        *(
+            (name, True) if name in _ALWAYS_TRIED else pytest.param(name, True, marks=pytest.mark.more)
+            for name in SHIPPED
+        ),
+        ("a6000-pcie", False),
+    ],
+)
+def test_as_many_processes_are_written_as_are_planned_for(cluster: str, is_packed: bool) -> None:
+    machine = replace(load_cluster(cluster), num_nodes=1)
+    numbers = {"seq_len": 16_384, "global_batch": 2}
+    dtype = "bfloat16" if "bfloat16" in machine.device.flops else "float16"
+    choice = choose_pipeline(BILLION, machine, dtype, is_packed, numbers)
+    settings = {name: dict(values) for name, values in choice.settings.items()}
+    training = {"seq_len": 16_384, "batch_size": 2, "output": "x", "steps": 1}
+    config = parse_config(
+        SMALLEST | {"model": {"path": "x"}, "data": {"corpus": "python-stdlib"}, "training": training} | settings
+    )
+    assert config.num_processes == machine.num_devices
+    assert ("schedule" in settings["pipeline"]) == is_packed
+
+
+def test_the_cores_here_get_as_many_processes_as_are_planned_for(ran: Ran) -> None:
+    number = re.search(r"planned for (\d+) x CPU core", ran.config.read_text())
+    assert number
+    assert load_config(ran.config).num_processes == int(number[1])
 
 
 def test_a_gpu_is_known_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,7 +126,7 @@ def test_a_loop_of_ones_own_goes_on_from_a_run(run: RunFolder) -> None:
     """With its weights, optimizer, schedule and dropout."""
     config = load_config(run.config)
     pipe = Pipeline.from_config(AutoConfig.from_pretrained(run.inputs), num_ranks=2, slices=4, schedule="gpipe")
-    optimizer = make_optimizer(pipe.parameters(), config.optimizer)
+    optimizer = make_optimizer(pipe.named_parameters(), config.optimizer)
     scheduler = make_scheduler(optimizer, config.optimizer, STEPS)
     at, facts = pipe.load(run.checkpoints, HALF, optimizer=optimizer, scheduler=scheduler)
     saved = Manifest.read(run.checkpoints / f"step-{HALF:08}")

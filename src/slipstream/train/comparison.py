@@ -87,7 +87,7 @@ def _time_steps(config: Config, model: UnslicedModel | Pipeline, device: torch.d
     training = config.training
     train = load_texts(config.folder.inputs, "train")
     sequences = sequences_of(train, "fixed", training.seq_len, training.seed, config.data.weights)
-    optimizer = make_optimizer(model.parameters(), config.optimizer)
+    optimizer = make_optimizer(model.named_parameters(), config.optimizer)
     scheduler = make_scheduler(optimizer, config.optimizer, training.single_process_steps)
     seconds = []
     for index in range(_WARM_UP + training.single_process_steps):

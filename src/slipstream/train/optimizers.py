@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,18 +23,29 @@ from slipstream.train.config import OptimizerSection
 _FIELDS = ("lr", "betas", "eps", "weight_decay")  # of the section, that are arguments of the class
 
 
-def make_optimizer(parameters: Iterable[Parameter], settings: OptimizerSection) -> Optimizer:
-    """Returns the optimizer of one rank's parameters; norms and biases (one dimension) don't decay.
+# The last part of a bias's name; experts have theirs in one parameter, of two dimensions, such as gate_up_proj_bias.
+_BIAS = re.compile(r"(.*_)?bias")
+# The name of a norm's module; those of single heads, such as Cohere's q_norm, have weights of two dimensions.
+_NORM = re.compile(r"(.*_)?((layer|rms)_?)?norm\d*")
+
+
+def make_optimizer(parameters: Iterable[tuple[str, Parameter]], settings: OptimizerSection) -> Optimizer:
+    """Returns the optimizer of one rank's parameters, given with their names; norms and biases don't decay.
 
     Raises SlipstreamError where there is no such class here.
     """
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    trained = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
     groups = [
-        {"params": [p for p in trained if p.ndim >= 2]},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [parameter for name, parameter in trained if _decays(name, parameter)]},
+        {"params": [parameter for name, parameter in trained if not _decays(name, parameter)], "weight_decay": 0.0},
     ]
     made: Optimizer = find_class(settings.name)(groups, **_given(settings), **settings.args)
     return made
+
+
+def _decays(name: str, parameter: Parameter) -> bool:
+    *_, module, last = ("", *name.split("."))
+    return parameter.ndim >= 2 and not _BIAS.fullmatch(last) and not _NORM.fullmatch(module)
 
 
 def find_class(name: str) -> Any:
@@ -138,7 +150,7 @@ def check_schedule(settings: OptimizerSection, num_steps: int) -> None:
     if unknown := [argument for argument in args if argument not in taken]:
         takes = f"it takes {', '.join(taken)}" if taken else "it takes none"
         raise SlipstreamError(f"optimizer.schedule_args.{unknown[0]} with optimizer.schedule={name}: {takes}")
-    optimizer = make_optimizer([Parameter(torch.zeros(2, 2))], settings)
+    optimizer = make_optimizer([("", Parameter(torch.zeros(2, 2)))], settings)
     try:
         ratio = make_scheduler(optimizer, settings, num_steps).lr_lambdas[0]
         rates = [float(ratio(step)) for step in {*range(min(num_steps, 1000)), settings.warmup_steps, num_steps}]
@@ -264,7 +276,7 @@ class _Trial:
     def _train(self, toys: Sequence[Sequence[Tensor]]) -> tuple[list[Tensor], Optimizer]:
         """Returns the values of toys after some steps with one optimizer."""
         parameters = [Parameter(values.clone()) for values, *_ in toys]
-        optimizer = make_optimizer(parameters, self._settings)
+        optimizer = make_optimizer([("", parameter) for parameter in parameters], self._settings)
         for place, scale in enumerate(_SCALES, 1):
             for parameter, toy in zip(parameters, toys, strict=True):
                 parameter.grad = toy[place] * scale
@@ -280,6 +292,6 @@ class _Trial:
         return torch.allclose(one, other, rtol=0, atol=self._bound * float(largest), equal_nan=True)
 
     def _changed(self, optimizer: Optimizer) -> Iterator[str]:
-        fresh = make_optimizer([Parameter(toy[0].clone()) for toy in self._toys], self._settings)
+        fresh = make_optimizer([("", Parameter(toy[0].clone())) for toy in self._toys], self._settings)
         for before, after in zip(fresh.param_groups, optimizer.param_groups, strict=True):
             yield from (name for name in after if name != "params" and repr(before.get(name)) != repr(after[name]))

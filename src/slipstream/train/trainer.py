@@ -66,7 +66,7 @@ class Trainer:
         # 3. Validation data, and the optimizer.
         self._validator = Validator(run, self._pipe, self._load_held_out(saved is not None))
         self._num_steps = count_steps(training, self._sequences)
-        optimizer = make_optimizer(self._pipe.parameters(), config.optimizer)
+        optimizer = make_optimizer(self._pipe.named_parameters(), config.optimizer)
         self._scheduler = make_scheduler(optimizer, config.optimizer, self._num_steps)
         self._loss_scale = LossScale() if training.precision == "fp16" else LossScale.fixed()
         # 4. Checkpoints of all that.

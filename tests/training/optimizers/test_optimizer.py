@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import get_scheduler
+from transformers import AutoModelForCausalLM, CohereConfig, GptOssConfig, PretrainedConfig, get_scheduler
 
 from slipstream.errors import SlipstreamError
 from slipstream.train.config import OptimizerSection
@@ -24,11 +24,37 @@ from slipstream.train.optimizers import (
 def test_only_matrices_decay_and_frozen_parameters_are_left_out() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2))
     model[2].requires_grad_(False)
-    decayed, plain = make_optimizer(model.parameters(), OptimizerSection(weight_decay=0.2)).param_groups
+    decayed, plain = make_optimizer(model.named_parameters(), OptimizerSection(weight_decay=0.2)).param_groups
     assert decayed["weight_decay"] == 0.2
     assert plain["weight_decay"] == 0
     assert [p.shape for p in decayed["params"]] == [(4, 3)]
     assert [p.shape for p in plain["params"]] == [(4,), (4,), (4,)]
+
+
+SIZES = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("config", "plain"),
+    [
+        (
+            GptOssConfig(**SIZES, head_dim=8, num_local_experts=4, num_hidden_layers=1, vocab_size=64, pad_token_id=0),
+            {"mlp.experts.gate_up_proj_bias", "mlp.experts.down_proj_bias"},
+        ),
+        (
+            CohereConfig(**SIZES, use_qk_norm=True, num_hidden_layers=1, vocab_size=64, pad_token_id=0, eos_token_id=1),
+            {"self_attn.q_norm.weight", "self_attn.k_norm.weight"},
+        ),
+    ],
+    ids=["biases of experts", "norms of heads"],
+)
+def test_norms_and_biases_of_two_dimensions_do_not_decay(config: PretrainedConfig, plain: set[str]) -> None:
+    model = AutoModelForCausalLM.from_config(config)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    decayed, rest = make_optimizer(model.named_parameters(), OptimizerSection()).param_groups
+    assert {names[id(matrix)] for matrix in rest["params"] if matrix.ndim > 1} == {f"model.layers.0.{n}" for n in plain}
+    matrices = {names[id(parameter)] for parameter in decayed["params"]}
+    assert {"model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight"} <= matrices
 
 
 def test_the_learning_rate_rises_in_a_line_and_falls_in_a_cosine() -> None:
@@ -44,7 +70,7 @@ def test_the_learning_rate_rises_in_a_line_and_falls_in_a_cosine() -> None:
 
 def test_the_scheduler_starts_with_the_first_warm_up_step() -> None:
     settings = OptimizerSection(lr=1.0, warmup_steps=4)
-    optimizer = make_optimizer([nn.Parameter(torch.zeros(2, 2))], settings)
+    optimizer = make_optimizer([("", nn.Parameter(torch.zeros(2, 2)))], settings)
     scheduler = make_scheduler(optimizer, settings, num_steps=10)
     assert scheduler.get_last_lr()[0] == 0.25
 

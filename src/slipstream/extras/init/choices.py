@@ -14,9 +14,11 @@ import torch
 from slipstream.cost import SHIPPED, Cluster, Device, LinkKind, load_cluster
 from slipstream.errors import SlipstreamError
 from slipstream.extras.init.data import DataSizes
+from slipstream.options import Memory, Record, Runtime
 from slipstream.planner import Plan
 from slipstream.planning.plan_file import plan_settings
 from slipstream.planning.plan_model import plan
+from slipstream.train.config.sections import ParallelSection
 from slipstream.train.metrics.flops import measure_peak, peak_by_name
 
 _LONGEST = 8192  # tokens; a model may take more, but few machines do
@@ -120,57 +122,60 @@ def _passes(purpose: Purpose, steps_of_one: int) -> float:
     return 1.0 if purpose.is_text or purpose.are_pairs else _PASSES_OVER_SAMPLES
 
 
-# A search of seconds: replicas and shared layers are compared by `slipstream plan`
-_QUICK = {"data_parallel": 1, "tensor_parallel": 1, "offload": 0.0, "slicing": "equal-time", "num_simulated": 10}
+# A search of seconds: layers that ranks share are compared by `slipstream plan`.
+_QUICK = {"tensor_parallel": 1, "offload": 0.0, "slicing": "equal-time", "num_simulated": 10}
 _ANEW = "With num_ranks alone, the run measures what the model costs before its first step, and plans by that"
-_PLANNED = ("stages_per_rank", "schedule", "num_microbatches", "slices", "partition")
 
 
 @dataclass(frozen=True)
 class PipelineChoice:
-    """Settings of the sections `pipeline` and `memory`, and a line on where they come from."""
+    """Settings of the sections that a plan decides, and a line on where they come from."""
 
-    pipeline: dict[str, Any]
-    memory: dict[str, Any]
+    settings: Mapping[str, Mapping[str, Any]]
     reason: str
+
+    def of(self, section: str) -> Mapping[str, Any]:
+        """Returns the settings of a section, none where the plan leaves it as it is."""
+        return self.settings.get(section, {})
 
 
 def choose_pipeline(
     model_config: Any, machine: Cluster, dtype: str, is_packed: bool, training: Mapping[str, int]
 ) -> PipelineChoice:
-    """Returns the fastest pipeline that fits this machine, by the costs kept of the model here or counted operations.
+    """Returns the fastest plan that fits this machine, by the costs kept of the model here or counted operations.
 
-    `training` has `seq_len` and `global_batch`. Where documents aren't packed, and where no plan can be made, ranks
-    alone are chosen: the run plans the rest from measured costs before its first step.
+    `training` has `seq_len` and `global_batch`. Where documents aren't packed the mesh alone is chosen, and where no
+    plan can be made a pipeline over as many devices as there are layers: the run plans the rest from measured costs
+    before its first step.
     """
-    most = min(machine.devices_per_node, model_config.get_text_config().num_hidden_layers)
-    fastest, problem = _fastest(model_config, machine, most, dtype, training)
+    fastest, problem = _fastest(model_config, machine, dtype, training)
     if fastest is None:
-        return PipelineChoice(
-            {"num_ranks": most}, {}, f"the run plans itself, as no plan could be made here ({problem})"
-        )
-    best, num_ranks = fastest.best, fastest.best.configuration.pipeline_parallel
+        most = min(machine.devices_per_node, model_config.get_text_config().num_hidden_layers)
+        reason = f"the run plans itself, as no plan could be made here ({problem})"
+        return PipelineChoice({"pipeline": {"num_ranks": most}}, reason)
+    planned = plan_settings(fastest, {}, fastest.best.configuration.schedule)
+    sections: dict[str, type[Record]] = {"memory": Memory, "parallel": ParallelSection, "runtime": Runtime}
+    changed = {name: _changed(section, planned.get(name, {})) for name, section in sections.items()}
     if not is_packed:
-        return PipelineChoice(
-            {"num_ranks": num_ranks}, {}, "each step is planned, from costs that the run measures first"
-        )
-    settings = plan_settings(fastest, {}, best.configuration.schedule)
-    pipeline = {"num_ranks": num_ranks} | {name: settings["pipeline"][name] for name in _PLANNED}
-    recompute = best.configuration.recompute
-    memory = {} if recompute == "none" else {"recompute": recompute}
-    return PipelineChoice(pipeline, memory, f"planned for {fastest.cluster}, {best.idle_fraction:.0%} idle.\n{_ANEW}")
+        settings = {"pipeline": {"num_ranks": planned["pipeline"]["num_ranks"]}, "parallel": changed["parallel"]}
+        return PipelineChoice(settings, "each step is planned, from costs that the run measures first")
+    reason = f"planned for {fastest.cluster}, {fastest.best.idle_fraction:.0%} idle.\n{_ANEW}"
+    return PipelineChoice({"pipeline": planned["pipeline"], **changed}, reason)
 
 
-def _fastest(
-    model_config: Any, machine: Cluster, most: int, dtype: str, training: Mapping[str, int]
-) -> tuple[Plan | None, str]:
-    """Returns the fastest plan of any number of ranks, and why there is none."""
+def _changed(section: type[Record], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings that aren't the section's defaults."""
+    return {name: value for name, value in settings.items() if value != section.model_fields[name].default}
+
+
+def _fastest(model_config: Any, machine: Cluster, dtype: str, training: Mapping[str, int]) -> tuple[Plan | None, str]:
+    """Returns the fastest plan for all devices, their half, and so on, and why there is none."""
     options: dict[str, Any] = {**_QUICK, **training, "dtype": dtype}
     with suppress(SlipstreamError):
         return plan(model_config, None, **options), ""  # by a run's measurements here
     plans, problems = [], []
-    for num_ranks in _halves(most):
-        here = replace(machine, devices_per_node=num_ranks, name=f"{num_ranks} x {machine.device.name}")
+    for num_devices in _halves(machine.devices_per_node):
+        here = replace(machine, devices_per_node=num_devices, name=f"{num_devices} x {machine.device.name}")
         try:
             plans.append(plan(model_config, here, **options))
         except SlipstreamError as error:

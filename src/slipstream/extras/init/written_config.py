@@ -139,7 +139,7 @@ def _choose(first: _FirstReading, found: DataChoice, sizes: DataSizes, given: Ma
     check_length(first.model_config, training.seq_len, "training.seq_len")
     if is_packed and check_sliceable(first.model_config).longest_packed < training.seq_len:
         is_packed = False  # documents would influence each other
-    pipeline = PipelineChoice({}, {}, "as given")
+    pipeline = PipelineChoice({}, "as given")
     if not {"pipeline", "memory", "parallel"} & given.keys():
         numbers = {"seq_len": training.seq_len, "global_batch": training.batch_size}
         pipeline = choose_pipeline(first.model_config, machine, dtype_here(), is_packed, numbers)
@@ -192,6 +192,10 @@ _PLANNED = {
     "num_microbatches": "parts of a step that follow each other",
     "slices": "tokens of each slice of a sequence; a number makes equal ones",
     "partition": "layers of each stage",
+    "data": "replicas of the pipeline, each with its part of a batch",
+    "context": "processes that share every slice",
+    "experts": "processes over which each layer's experts are spread",
+    "shard": "what processes with the same weights share",
 }
 
 
@@ -219,15 +223,30 @@ class Choices:
 
 def config_parts(choices: Choices) -> list[ConfigPart]:
     """Returns the sections in the order in which they are written."""
-    made = [_model(choices), _data(choices), *_preference(choices), _pipeline(choices), _memory(), *_parallel(choices)]
-    return [*made, *_lora(choices), _optimizer(choices), _training(choices), _checkpoint(choices), _sample()]
+    made = [
+        _model(choices),
+        _data(choices),
+        *_preference(choices),
+        _pipeline(choices),
+        _memory(choices),
+        _parallel(choices),
+    ]
+    return [
+        *made,
+        *_runtime(choices),
+        *_lora(choices),
+        _optimizer(choices),
+        _training(choices),
+        _checkpoint(choices),
+        _sample(),
+    ]
 
 
 def _tip(name: str, value: Any, comment: str) -> Setting:
     return Setting(name, value, comment, is_used=False)
 
 
-def _used(values: dict[str, Any], **comments: str) -> Iterator[Setting]:
+def _used(values: Mapping[str, Any], **comments: str) -> Iterator[Setting]:
     return (Setting(name, value, comments.get(name, "")) for name, value in values.items())
 
 
@@ -263,21 +282,31 @@ def _preference(choices: Choices) -> Iterator[ConfigPart]:
 
 
 def _pipeline(choices: Choices) -> ConfigPart:
-    settings = _used(choices.pipeline.pipeline, **_PLANNED)
+    settings = _used(choices.pipeline.of("pipeline"), **_PLANNED)
     return ConfigPart("pipeline", f"How it is split and ordered: {choices.pipeline.reason}.", tuple(settings))
 
 
-def _memory() -> ConfigPart:
-    recompute = _tip("recompute", "full", "compute activations again instead of keeping them")
-    limit = _tip("limit", 16_000_000_000, "bytes that each process may hold")
-    return ConfigPart("memory", "To use less memory.", (recompute, limit))
+def _memory(choices: Choices) -> ConfigPart:
+    tips = [
+        _tip("recompute", "full", "compute activations again instead of keeping them"),
+        _tip("limit", 16_000_000_000, "bytes that each process may hold"),
+    ]
+    return ConfigPart("memory", "To use less memory.", (*_used(choices.pipeline.of("memory")), *tips))
 
 
-def _parallel(choices: Choices) -> Iterator[ConfigPart]:
-    settings = [_tip("tensor", 2, "processes that share every layer")]
-    if choices.training.batch_size % 2 == 0 and not choices.pipeline.pipeline.get("num_microbatches", 1) > 1:
-        settings.insert(0, _tip("data", 2, "replicas of the pipeline"))
-    yield ConfigPart("parallel", "More processes, times those of the pipeline.", tuple(settings))
+def _parallel(choices: Choices) -> ConfigPart:
+    planned = choices.pipeline.of("parallel")
+    tips = [_tip("tensor", 2, "processes that share every layer")]
+    has_microbatches = choices.pipeline.of("pipeline").get("num_microbatches", 1) > 1
+    if choices.training.batch_size % 2 == 0 and not has_microbatches and "experts" not in planned:
+        tips.insert(0, _tip("data", 2, "replicas of the pipeline"))
+    settings = (*_used(planned, **_PLANNED), *tips)
+    return ConfigPart("parallel", "More processes, times those of the pipeline.", settings)
+
+
+def _runtime(choices: Choices) -> Iterator[ConfigPart]:
+    if planned := choices.pipeline.of("runtime"):
+        yield ConfigPart("runtime", "How layers are computed.", (*_used(planned),))
 
 
 def _lora(choices: Choices) -> Iterator[ConfigPart]:
