@@ -15,6 +15,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as torch_schedules
 
+from slipstream.planner.order.order_search import step_lower_bound
 from slipstream.schedule import (
     SCHEDULES,
     Op,
@@ -168,11 +169,13 @@ def test_the_order_is_pytorchs(name: str, generator: Callable[..., Schedule], st
         for m in range(1, 14):
             if name.startswith("ScheduleInterleaved") and m % max(1, m // p):
                 continue  # PyTorch refuses microbatches that don't form equal groups
+            if name == "ScheduleZBVZeroBubble" and m <= p:
+                continue  # all of them fit at once, and ours is shorter
             schedule = generator(p, m, 1, stages_per_rank)
             ours = [[schedule.text(action) for action in row] for row in schedule.actions]
             assert (ours, [*schedule.placement]) == torch_orders(name, p, stages_per_rank, m), (p, m)
             compared += 1
-    assert compared > 40
+    assert compared > 35
 
 
 ranks, microbatches, slices, stages = st.integers(1, 8), st.integers(1, 8), st.integers(1, 6), st.integers(1, 4)
@@ -259,6 +262,8 @@ def test_zb_v(p: int, m: int, s: int) -> None:
     if m * s >= 2 * (p - 1) + s:
         assert step(schedule, *EQUAL) == 6 * m * s + p - 1
         assert peaks == [1 + Fraction(p - 1, s)] * p
+    elif m * s <= p + s - 1:
+        assert step(schedule, *EQUAL) == step_lower_bound(schedule.placement, m, s, UnitCost(backward=2))
 
 
 @examples(30)
@@ -267,7 +272,7 @@ def test_v_half_and_v_min(p: int, m: int, s: int) -> None:
     """Half and a third of 1F1B's activations, as docstrings bound them; 1F1B waits 6(p-1) in these units."""
     half, least = v_half(p, m, s), v_min(p, m, s)
     assert max(kept(half)) <= min(1 + Fraction(p // 2, s), m)
-    assert max(kept(least)) <= min(1 + Fraction(1 + 2 * p // 3, 2 * s), m)
+    assert max(kept(least)) <= min(1 + Fraction((p + 1) // 3, s), m)
     bubble = {name: step(x, *EQUAL) - 6 * m * s for name, x in (("half", half), ("min", least))}
     assert bubble["min"] <= 4 * p - 5
     assert bubble["half"] <= 4 * p - 5
@@ -276,10 +281,16 @@ def test_v_half_and_v_min(p: int, m: int, s: int) -> None:
         assert max(kept(half)) == 1 + Fraction(p // 2, s)
 
 
+@pytest.mark.parametrize(("p", "held"), [(2, 4), (3, 4), (4, 4), (5, 6), (6, 6), (7, 6), (8, 8), (12, 10)])
+def test_v_min_holds_as_few_stages_as_its_inventors_generator(p: int, held: int) -> None:
+    """Activations of one slice and stage, measured with `zbv_greedy.py` of sail-sg/zero-bubble-pipeline-parallelism."""
+    assert 2 * max(kept(v_min(p, 3 * p))) == held
+
+
 @pytest.mark.parametrize("p", [2, 4, 8, 16])
 def test_v_half_and_v_min_reach_their_bounds_with_one_slice(p: int) -> None:
     m = 2 * p
     first = kept(one_f_one_b(p, m))[0]
     assert max(kept(v_half(p, m))) == 1 + Fraction(p, 2) == first / 2 + 1
-    assert max(kept(v_min(p, m))) == Fraction(3 + 2 * p // 3, 2) <= first / 3 + Fraction(3, 2)
+    assert max(kept(v_min(p, m))) == 1 + (p + 1) // 3 <= first / 3 + Fraction(4, 3)
     assert step(v_half(p, m), *EQUAL) == 6 * m + max(3 * p - 7, 1)

@@ -412,30 +412,39 @@ def run_rows(
 
 def due_first(due: Floats, room: Ints, missing: Ints, first_after: Ints, after: Ints) -> Ints:
     """Returns the order in which ranks run F, I and W of their two stages: in every unit of time each runs, of the next
-    ones of these that can run, the one that is due first. A full stage takes no other slice until a W.
+    ones of these that can run, the one that is due first. An F can run where its rank has room for it and for the F's
+    of its other stage that are due before it; a W makes room.
 
     Args:
         due: when each action is due. They are numbered by rank, by its stages and by F, I and W.
-        room: how many slices each stage may take, one rank's two stages after the other's; used up.
+        room: how many slices each rank may take, its two stages together; used up.
         missing: how many actions each still waits for; used up.
         first_after: the actions after number n are after[first_after[n] : first_after[n + 1]].
         after: see there.
     """
-    size, order, done = len(due) // (3 * len(room)), np.zeros(len(due), np.int64), 0
-    following, chosen = np.arange(3 * len(room)) * size, np.zeros(len(room) // 2, np.int64)
+    size, order, done = len(due) // (6 * len(room)), np.zeros(len(due), np.int64), 0
+    following, chosen = np.arange(6 * len(room)) * size, np.zeros(len(room), np.int64)
     while done < len(due):
-        for rank in range(len(chosen)):
+        for rank in range(len(room)):
             chosen[rank] = -1
             for queue in range(6 * rank, 6 * rank + 6):
                 action, best = following[queue], chosen[rank]
-                can_run = action < (queue + 1) * size and missing[action] == 0 and (queue % 3 > 0 or room[queue // 3])
+                can_run = action < (queue + 1) * size and missing[action] == 0
+                if can_run and queue % 3 == 0:
+                    other = queue + 3 if queue == 6 * rank else queue - 3
+                    left, earlier = room[rank], following[other]
+                    while left > 0 and earlier < (other + 1) * size and due[earlier] < due[action]:
+                        left -= 1
+                        earlier += 1
+                    can_run = left > 0
                 if can_run and (best < 0 or due[action] < due[best]):
                     chosen[rank] = action
-        for action in chosen:
+        for rank in range(len(room)):
+            action = chosen[rank]
             if action >= 0:
                 taken = action // size
                 following[taken] += 1
-                room[taken // 3] += taken % 3 - 1
+                room[rank] += taken % 3 - 1
                 order[done] = action
                 done += 1
                 for later in after[first_after[action] : first_after[action + 1]]:

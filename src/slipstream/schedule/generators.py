@@ -11,8 +11,8 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from itertools import accumulate, pairwise, permutations, product
-from typing import TYPE_CHECKING, Any, NamedTuple
+from itertools import accumulate, pairwise, permutations, product, starmap
+from typing import TYPE_CHECKING, NamedTuple
 
 from slipstream.errors import did_you_mean
 from slipstream.schedule.action import NUMBERS, OPS, Op, ScheduleError
@@ -304,11 +304,15 @@ def zb_v(num_ranks: int, num_microbatches: int, num_slices: SliceCounts = 1) -> 
     Where F, I and W take the same time and ms >= 2(p-1)+s, no rank waits from its first forward to its last weight
     gradient: the step takes (p-1)F + 2ms(F+I+W), with F, I and W the times of one of the 2p stages. Every rank
     keeps 1 + (p-1)/s microbatches, at most m. With one slice it is PyTorch's ScheduleZBVZeroBubble; with more, s-1
-    slices pass the V before the first backward and come back after the last forward.
+    slices pass the V before the first backward and come back after the last forward. Where ms <= p+s-1 all slices
+    fit that memory at once: then they follow each other as in `v_half`, in the least time that F, I and W of one unit
+    allow.
     """
     import numpy as np
 
     counts, last = Counts("zb-v", num_ranks, num_microbatches, num_slices), 2 * num_ranks - 1
+    if counts.total < num_ranks + counts.most_slices:
+        return _repeat(_half_block(num_ranks)._replace(most_held=2 * num_ranks), counts)
     # With too few slices to fill the pipeline, the order is that of more microbatches without the additional ones.
     most, padding = counts.most_slices, 2 * (num_ranks - 1) + counts.most_slices - sum(counts.slice_counts)
     filled = (*counts.slice_counts, *[most] * max(-(-padding // most), 0))
@@ -337,17 +341,21 @@ def v_half(num_ranks: int, num_microbatches: int, num_slices: SliceCounts = 1) -
     The placement is that of `zb_v`. In the building block a slice goes down the V in steps of two passes and up
     in steps of one:
 
-        rank 0  0F0 0F1 0F2         5F0 5I0 5W0         5F1 5I1 0I0 5W1 0W0 5F2 5I2 0I1 0W1 5W2     0I2 0W2
-        rank 1      1F0 1F1 1F2 4F0         4I0 4W0 4F1 1I0 1W0 4I1 4W1 4F2     1I1 4I2 1W1 4W2 1I2 1W2
-        rank 2          2F0 3F0 2F1 3F1         3I0 2I0 2W0 2F2 3W0 3F2 3I1 2I1 2W1 3W1 3I2 2I2 2W2 3W2
+        rank 0  0F0 0F1 0F2         5F0 5I0 5W0 5F1 5I1 5W1 0I0 0W0         5F2 5I2 0I1 0W1 5W2     0I2 0W2
+        rank 1      1F0 1F1     4F0     4F1 4I0 4W0 1F2 1I0 4I1 1W0 4W1 4F2     1I1 4I2 1W1 4W2 1I2 1W2
+        rank 2          2F0 3F0 2F1 3F1         3I0 2I0 3W0 2F2 2W0 3F2 3I1 2I1 2W1 3W1 3I2 2I2 2W2 3W2
 
     A rank keeps at most 1 + floor(p/2)/s microbatches, where rank 0 of 1F1B keeps 1 + (p-1)/s. Where F, I and W of
     each of the 2p stages take one unit and ms >= p+s-1, a rank waits 3p-4 units of the step at most, where it waits
     6(p-1) under 1F1B.
     """
     counts = Counts("v-half", num_ranks, num_microbatches, num_slices)
+    return _repeat(_half_block(num_ranks), counts)
+
+
+def _half_block(num_ranks: int) -> _Block:
     at_loss = 3 if num_ranks % 2 == 0 else 0
-    return _repeat(_building_block(num_ranks, down=2, up=1, at_loss=at_loss, at_turn=1), counts)
+    return _building_block(num_ranks, down=2, up=1, at_loss=at_loss, at_turn=1)
 
 
 def v_min(num_ranks: int, num_microbatches: int, num_slices: SliceCounts = 1) -> Schedule:
@@ -355,11 +363,11 @@ def v_min(num_ranks: int, num_microbatches: int, num_slices: SliceCounts = 1) ->
 
     The placement is that of `zb_v`. In the building block a slice goes down and up the V without waiting:
 
-        rank 0  0F0 0F1 0F2         5F0 5I0 5W0 5F1 5I1 5W1 0I0 0W0         5F2 5I2 0I1 0W1 5W2     0I2 0W2
-        rank 1      1F0 1F1 1F2 4F0     4F1 4I0 4W0     1I0 4I1 1W0 4W1 4F2     1I1 4I2 1W1 4W2 1I2 1W2
-        rank 2          2F0 3F0 2F1 3F1         3I0 2I0 2W0 2F2 3W0 3F2 3I1 2I1 2W1 3W1 3I2 2I2 2W2 3W2
+        rank 0  0F0 0F1             5F0 5I0 5F1 5W0 0F2 5I1 0I0 0W0 5W1     5F2 5I2 0I1 0W1 5W2     0I2 0W2
+        rank 1      1F0 1F1     4F0     4F1 4I0 4W0     1I0 1F2 1W0 4I1 4F2 4W1 1I1 4I2 1W1 4W2 1I2 1W2
+        rank 2          2F0 3F0 2F1 3F1         3I0 2I0 3W0 2W0 2F2 3F2 3I1 2I1 2W1 3W1 3I2 2I2 2W2 3W2
 
-    A rank keeps at most 1 + (1 + floor(2p/3))/(2s) microbatches, where rank 0 of 1F1B keeps 1 + (p-1)/s. Where F, I
+    A rank keeps at most 1 + floor((p+1)/3)/s microbatches, where rank 0 of 1F1B keeps 1 + (p-1)/s. Where F, I
     and W of each of the 2p stages take one unit, a rank waits 4p-5 units of the step at most, where it waits 6(p-1)
     under 1F1B. Times that differ cost it more than the other schedules, because no pass is left to
     fill a gap.
@@ -373,15 +381,18 @@ _MOST_INTERPRETED = 2000  # passes whose order is found without loading what is 
 _PERIOD = 6  # units of time: F, I and W of two stages
 
 
-class _StageOfBlock(NamedTuple):
-    """The times at which the block's slice passes a stage, and how many slices the stage holds under repetition."""
+class _Block(NamedTuple):
+    """The way of one slice over the V, which repeats every 6 units."""
 
-    forward: int
-    backward: int
-    limit: int
+    forward: list[int]
+    """When each stage runs the slice's F."""
+    backward: list[int]
+    """When each stage runs its I."""
+    most_held: int
+    """The activations of a stage and slice that a rank holds at most."""
 
 
-def _building_block(num_ranks: int, down: int, up: int, at_loss: int, at_turn: int) -> list[_StageOfBlock]:
+def _building_block(num_ranks: int, down: int, up: int, at_loss: int, at_turn: int) -> _Block:
     """Returns the way of one slice that can start every 6 units without any rank having two passes at the same time.
 
     The slice takes `down` units from rank to rank towards the last one and `up` units back, first with its F and
@@ -395,49 +406,55 @@ def _building_block(num_ranks: int, down: int, up: int, at_loss: int, at_turn: i
     back = loss + 1 + at_loss  # I of the last stage
     end = back + ramp + 1 + at_turn  # I of stage 0
     passes = [((down * r, end - up * r), (loss - up * r, back + down * r)) for r in range(num_ranks)]
-    ranks = [_with_limits(lower, upper) for lower, upper in passes]
-    return [lower for lower, _ in ranks] + [upper for _, upper in reversed(ranks)]
+    stages = [lower for lower, _ in passes] + [upper for _, upper in reversed(passes)]
+    return _Block(*map(list, zip(*stages, strict=True)), max(starmap(_most_held, passes)))
 
 
-def _with_limits(lower: tuple[int, int], upper: tuple[int, int]) -> tuple[_StageOfBlock, _StageOfBlock]:
-    """Returns a rank's two stages, given their F and I, with W in the free units in which the rank holds least."""
-    free = sorted(set(range(_PERIOD)) - {time % _PERIOD for time in (*lower, *upper)})
-    choices = [
-        (_StageOfBlock(*lower, _held(*lower, first)), _StageOfBlock(*upper, _held(*upper, second)))
+def _most_held(lower: tuple[int, int], upper: tuple[int, int]) -> int:
+    """Returns what a rank holds at most, given F and I of its two stages, with W in the free units in which that is
+    least."""
+    free = set(range(_PERIOD)) - {time % _PERIOD for time in (*lower, *upper)}
+    return min(
+        max(_held(*lower, first, time) + _held(*upper, second, time) for time in range(_PERIOD))
         for first, second in permutations(free)
-    ]
-    return min(choices, key=lambda stages: stages[0].limit + stages[1].limit)
+    )
 
 
-def _held(forward: int, backward: int, free: int) -> int:
-    """Returns the slices between the start of F and the end of W, which runs in the first such unit after I."""
+def _held(forward: int, backward: int, free: int, time: int) -> int:
+    """Returns the slices of a stage that are held at a time between the start of F and the end of W, which runs in the
+    first free unit after I."""
     weight = backward + 1 + (free - backward - 1) % _PERIOD
-    return -(-(weight + 1 - forward) // _PERIOD)
+    return (time - forward) // _PERIOD - (time - weight - 1) // _PERIOD
 
 
-def _repeat(block: list[_StageOfBlock], counts: Counts) -> Schedule:
-    """Returns the block once per slice, each pass as early as its rank and its stage's limit allow.
+def _repeat(block: _Block, counts: Counts) -> Schedule:
+    """Returns the block once per slice, each pass as early as its rank's memory allows.
 
     With s slices, s-1 go over the V before one can go backward: there the block repeats every 2 units instead of
-    6, and a stage holds s-1 more slices. W is due when the next forward needs its memory. With one slice every pass
-    has a unit of its own, so running the pass that is due first, of those that can run, ends each when it
-    is due or earlier: the step is no longer than the blocks in a row. The ranks can't get stuck: a limit is at least a
-    microbatch's slices, so all of them reach the last stage and the backwards begin.
+    6, and each of a rank's stages holds s-1 more slices. W is due when the rank's next forward needs its memory. With
+    one slice every pass has a unit of its own, so running the pass that is due first, of those that can run, ends each
+    when it is due or earlier: the step is no longer than the blocks in a row. The ranks can't get stuck: a forward
+    leaves room for those of its rank that are due before it, so the one that is due first can run once its rank has
+    run the W's before it.
     """
     import numpy as np
 
     from slipstream.schedule.action_arrays import ActionArrays, compiled_due_first, due_first  # loads numpy
 
     stages = [stage for rank in range(counts.num_ranks) for stage in (rank, 2 * counts.num_ranks - 1 - rank)]
-    forward, backward, limits = np.array([block[stage] for stage in stages]).T[:, :, None]
     numbers, ramp = np.arange(counts.total), counts.most_slices - 1
-
-    def starts(slices: Ints) -> Any:
-        return forward + 2.0 * np.minimum(slices, ramp) + _PERIOD * np.maximum(slices - ramp, 0)
-
-    following = numbers + limits + ramp
-    weights = np.where(following < counts.total, starts(following) - 1, np.inf)
-    due = np.stack([starts(numbers), backward + 2 * ramp + _PERIOD * numbers, weights], axis=1).ravel()
+    room = block.most_held + 2 * ramp
+    forward = np.array(block.forward)[stages, None] + 2.0 * np.minimum(numbers, ramp)
+    forward += _PERIOD * np.maximum(numbers - ramp, 0)
+    backward = np.array(block.backward)[stages, None] + 2.0 * ramp + _PERIOD * numbers
+    # Of a rank's two stages the weight gradient that comes k-th makes room for the forward number k + room.
+    by_rank = forward.reshape(counts.num_ranks, -1)
+    needed = np.full_like(by_rank, np.inf)
+    needed[:, : max(by_rank.shape[1] - room, 0)] = np.sort(by_rank, axis=1)[:, room:] - 1
+    weight = np.empty_like(by_rank)
+    place = np.argsort(backward.reshape(by_rank.shape), axis=1, kind="stable")
+    np.put_along_axis(weight, place, needed, axis=1)
+    due = np.stack([forward, backward, weight.reshape(forward.shape)], axis=1).ravel()
 
     def row(rank: int) -> Ints:
         return np.concatenate([counts.passes(op, g) for g in stages[2 * rank :][:2] for op in (Op.F, Op.I, Op.W)])
@@ -445,7 +462,7 @@ def _repeat(block: list[_StageOfBlock], counts: Counts) -> Schedule:
     arrays = ActionArrays.of(counts.schedule(row, v_shaped=True))
     run = due_first if len(due) <= _MOST_INTERPRETED else compiled_due_first()
     first_before, _, first_after, after = arrays.precedence
-    return arrays.only(run(due, limits.ravel() + ramp, np.diff(first_before), first_after, after))
+    return arrays.only(run(due, np.full(counts.num_ranks, room), np.diff(first_before), first_after, after))
 
 
 class ScheduleKind(NamedTuple):
