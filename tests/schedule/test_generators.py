@@ -7,13 +7,11 @@ import textwrap
 from collections.abc import Callable
 from fractions import Fraction
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from torch.distributed.pipelining import schedules as torch_schedules
 
 from slipstream.planner.order.order_search import step_lower_bound
 from slipstream.schedule import (
@@ -40,6 +38,7 @@ from slipstream.schedule import (
 from slipstream.simulator import simulate
 from slipstream.simulator.costs import UnitCost
 from support.examples import examples
+from support.schedules import torch_orders
 
 PICTURED = {
     "gpipe": (2, 2, 2),
@@ -132,26 +131,6 @@ TWO = partial(make_schedule, num_ranks=2, num_microbatches=2, num_slices=2)
 def test_what_is_not_allowed_is_refused(make: Callable[[], Schedule], message: str) -> None:
     with pytest.raises(ScheduleError, match=message):
         make()
-
-
-def torch_orders(name: str, num_ranks: int, stages_per_rank: int, num_microbatches: int) -> tuple[Any, list[int]]:
-    """The order that PyTorch's multi-stage schedule makes for every rank, and the rank of every stage; its stages only
-    know their numbers."""
-    stages = [
-        SimpleNamespace(
-            stage_index=local * num_ranks,
-            num_stages=num_ranks * stages_per_rank,
-            group_size=num_ranks,
-            group_rank=0,
-            is_first=local == 0,
-            is_last=local == stages_per_rank - 1,
-            submod=None,
-        )
-        for local in range(stages_per_rank)
-    ]
-    theirs = getattr(torch_schedules, name)(stages, num_microbatches)
-    orders = [[str(action) for action in theirs.pipeline_order[rank] if action] for rank in range(num_ranks)]
-    return orders, [theirs.stage_index_to_group_rank[g] for g in range(num_ranks * stages_per_rank)]
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,15 @@
-"""Schedules drawn at random: any with a name, and any order that can run by a second statement of the rules."""
+"""Schedules drawn at random: any with a name, and any order that can run by a second statement of the rules; and those
+of PyTorch."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 from hypothesis import strategies as st
+from torch.distributed.pipelining import schedules as torch_schedules
 
 from slipstream.schedule import SCHEDULES, Action, Op, Schedule, make_schedule
 from support.random_orders import by_rank
@@ -91,3 +95,23 @@ def random_schedules(draw: st.DrawFn, plain: bool = False) -> tuple[Problem, Sch
         order.append(action)
         done.add(action)
     return problem, problem.schedule(order)
+
+
+def torch_orders(name: str, num_ranks: int, stages_per_rank: int, num_microbatches: int) -> tuple[Any, list[int]]:
+    """The order that PyTorch's multi-stage schedule makes for every rank, and the rank of every stage; its stages only
+    know their numbers."""
+    stages = [
+        SimpleNamespace(
+            stage_index=local * num_ranks,
+            num_stages=num_ranks * stages_per_rank,
+            group_size=num_ranks,
+            group_rank=0,
+            is_first=local == 0,
+            is_last=local == stages_per_rank - 1,
+            submod=None,
+        )
+        for local in range(stages_per_rank)
+    ]
+    theirs = getattr(torch_schedules, name)(stages, num_microbatches)
+    orders = [[str(action) for action in theirs.pipeline_order[rank] if action] for rank in range(num_ranks)]
+    return orders, [theirs.stage_index_to_group_rank[g] for g in range(num_ranks * stages_per_rank)]
