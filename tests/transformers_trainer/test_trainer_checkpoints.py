@@ -95,6 +95,7 @@ def test_a_checkpoint_without_an_optimizer_is_a_model_alone(tmp_path: Path) -> N
 def test_what_is_overridden_is_there() -> None:
     """One that a version of transformers calls otherwise would never be called."""
     own = {"pipe", "_optimizer", "_correct_speed", "_counts_as_a_pipeline", "_evaluated", "_num_targets"}
+    own |= {"_repeats_rows", "_without_repeated", "_checked"}
     assert {name for name in vars(SlipstreamTrainer) if not name.startswith("__")} - own <= {*dir(Trainer)}
 
 
@@ -107,6 +108,10 @@ def test_processes_log_what_a_trainer_alone_does_and_go_on_to_the_bit(tmp_path: 
     alone = unsplit_trainer(unsplit_model(), arguments(tmp_path, max_steps=3, **twice), **FULL)
     alone.train()
     (tmp_path / "replicas.json").write_text(json.dumps(history(alone)))
+    args = arguments(tmp_path, max_steps=6, **twice)
+    alone = unsplit_trainer(unsplit_model(), args, eval_dataset=rows(3), compute_metrics=accuracy)
+    alone.train()
+    (tmp_path / "repeated.json").write_text(json.dumps(history(alone)))
     ended = launch(2, WORKERS / "transformers_trainer/trainer_processes.py", tmp_path)
     assert ended.returncode == 0, ended.stderr[-3000:]
 

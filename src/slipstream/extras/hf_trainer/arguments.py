@@ -88,10 +88,35 @@ def check_batches(pipe: Pipeline, dataset: Any, args: TrainingArguments) -> None
     if args.dataloader_drop_last:
         return
     is_known = hasattr(dataset, "__len__") and not isinstance(dataset, IterableDataset)
-    if not is_known or 0 < len(dataset) % rows < num_microbatches:
+    if is_known and pipe.num_replicas > 1:
+        if len(dataset) % (rows * pipe.num_replicas):
+            raise SlipstreamError(
+                f"{len(dataset)} rows don't fill batches of {rows} on {pipe.num_replicas} replicas, and the last batch "
+                f"of {what} can't be filled up with repeated ones: give dataloader_drop_last=True."
+            )
+    elif not is_known or 0 < len(dataset) % rows < num_microbatches:
         raise SlipstreamError(
             f"the last batch of {what} may have fewer rows than num_microbatches={num_microbatches}: "
             "give dataloader_drop_last=True."
+        )
+
+
+def check_evaluated(pipe: Pipeline, dataset: Any, args: TrainingArguments) -> None:
+    """Raises SlipstreamError where replicas would evaluate rows that are repeated to fill the last batch, and these
+    can't be told from others, or be left out of the loss."""
+    if pipe.num_replicas == 1:
+        return
+    if isinstance(dataset, IterableDataset):
+        raise SlipstreamError(
+            f"evaluation of a data set without a length on {pipe.num_replicas} replicas, whose last batch is filled up "
+            "with rows that would count twice: give one with a length, such as datasets.Dataset.from_list([*rows])."
+        )
+    rows = args.per_device_eval_batch_size * pipe.num_replicas
+    if pipe.has_sequence_loss and len(dataset) % rows and not args.dataloader_drop_last:
+        raise SlipstreamError(
+            f"evaluation of {len(dataset)} rows by a loss of whole sequences, on {pipe.num_replicas} replicas with "
+            f"per_device_eval_batch_size={args.per_device_eval_batch_size}: the last batch would be filled up with "
+            f"rows that count twice. Give a multiple of {rows} rows."
         )
 
 

@@ -12,6 +12,7 @@ from typing import Any, Never, Self
 
 import torch
 from accelerate import Accelerator
+from accelerate.data_loader import IterableDatasetShard
 from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -19,7 +20,13 @@ from transformers import Trainer, TrainingArguments
 
 from slipstream.checkpoint import CheckpointFolder
 from slipstream.errors import SlipstreamError
-from slipstream.extras.hf_trainer.arguments import check_accelerator, check_arguments, check_batches, check_script
+from slipstream.extras.hf_trainer.arguments import (
+    check_accelerator,
+    check_arguments,
+    check_batches,
+    check_evaluated,
+    check_script,
+)
 from slipstream.model import IGNORED, meta_model
 from slipstream.model.adapters import adapted_model
 from slipstream.parallel import end_group_at_exit
@@ -94,6 +101,48 @@ class SlipstreamTrainer(Trainer):  # type: ignore[misc]
         batch = with_rows(batch, self.pipe.order.num_microbatches)
         return self.pipe.step(batch, num_targets=num_targets, sequence_values=values).as_subclass(Tensor)
 
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Any]:
+        """Returns the next batches and what their losses are divided by, without the rows that accelerate repeats so
+        that all replicas have as many."""
+        batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if batches and self._repeats_rows:
+            batches[-1] = self._without_repeated(batches[-1])
+            num_items = self._get_num_items_in_batch(batches, device)
+        return batches, num_items
+
+    @property
+    def _repeats_rows(self) -> bool:
+        """Whether the batch that was read last has rows of the first, on some replica."""
+        state = self.accelerator.gradient_state
+        return self.pipe.num_replicas > 1 and state.end_of_dataloader and state.remainder > 0
+
+    def _without_repeated(self, batch: Any) -> Any:
+        """Returns the batch that was read last, in which no label of a repeated row counts.
+
+        Replica r has the rows r*b up to (r+1)*b of the replicas' batch, of which `remainder` are the data set's.
+        """
+        if not self._repeats_rows or not isinstance(batch, Mapping) or "labels" not in batch:
+            return batch
+        state = self.accelerator.gradient_state
+        num_rows = state.active_dataloader.total_batch_size // self.pipe.num_replicas
+        first = max(0, state.remainder - self.pipe.replica * num_rows)
+        if first >= num_rows:
+            return batch
+        labels, positions = batch["labels"].clone(), batch.get("position_ids")
+        if len(labels) == num_rows:
+            labels[first:] = IGNORED
+        elif positions is not None and int((positions == 0).sum()) == num_rows:  # rows next to each other in one
+            labels[(positions == 0).cumsum(-1) > first] = IGNORED
+        else:
+            raise SlipstreamError(
+                f"the collator makes {len(labels)} rows of {num_rows}, so those that are repeated to fill the last "
+                f"batch of {self.pipe.num_replicas} replicas can't be found: give dataloader_drop_last=True, or a "
+                f"multiple of {num_rows * self.pipe.num_replicas} rows."
+            )
+        return {**batch, "labels": labels}
+
     def _num_targets(self, inputs: Mapping[str, Any], num_items: Any, num_batches: int) -> int | None:
         """Returns the divisor of the sum of a batch's losses, as a Trainer has it, where `num_batches` add up; None
         where that is the count of the pipeline's own loss function. Collective where the Trainer hasn't counted.
@@ -124,8 +173,9 @@ class SlipstreamTrainer(Trainer):  # type: ignore[misc]
         self._num_predictions += 1
         inputs, values = rows_of_pairs(inputs)
         labels = inputs.get("labels")
-        batch = with_rows(inputs, self.pipe.order.num_microbatches)
-        loss = None if labels is None else self._evaluated(inputs, batch, values)
+        counted = self._without_repeated(inputs)
+        batch = with_rows(counted, self.pipe.order.num_microbatches)
+        loss = None if labels is None else self._evaluated(counted, batch, values)
         if prediction_loss_only:
             return loss, None, None
         logits = replicated_logits(self.pipe, batch)
@@ -163,7 +213,27 @@ class SlipstreamTrainer(Trainer):  # type: ignore[misc]
     def get_train_dataloader(self) -> Any:
         """Returns the loader of this rank's replica."""
         check_batches(self.pipe, self.train_dataset, self.args)
-        return super().get_train_dataloader()
+        loader = super().get_train_dataloader()
+        if isinstance(loader.dataset, IterableDatasetShard) and not loader.dataset.drop_last:
+            # Nobody knows how many of its last rows would be repeated ones.
+            loader.dataset.drop_last = True
+            _log.warning(
+                "the training data is a stream, of which the last rows are left out where they don't fill a batch of "
+                f"each of the {self.pipe.num_replicas} replicas"
+            )
+        return loader
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """Returns the loader of this rank's replica."""
+        return self._checked(super().get_eval_dataloader(eval_dataset))
+
+    def get_test_dataloader(self, test_dataset: Any) -> Any:
+        """Returns the loader of this rank's replica."""
+        return self._checked(super().get_test_dataloader(test_dataset))
+
+    def _checked(self, loader: Any) -> Any:
+        check_evaluated(self.pipe, loader.dataset, self.args)
+        return loader
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """Returns the rows of an update: those of all replicas."""
