@@ -190,3 +190,19 @@ def test_a_model_that_is_cut_says_what_to_call(pipe: Pipeline, tmp_path: Path) -
     with pytest.raises(AttributeError, match="'nonsense'"):
         made.model.nonsense  # noqa: B018
     assert made.model.state_dict().keys() == dict(unsplit_model().named_parameters()).keys()
+
+
+def test_a_checkpoint_that_is_not_there(pipe: Pipeline, tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-4").mkdir()
+    made = trainer(pipe, arguments(tmp_path))
+    with pytest.raises(SlipstreamError, match=r"checkpoint-5'?: there is no such folder; .* has checkpoint-4"):
+        made._load_from_checkpoint(str(tmp_path / "checkpoint-5"))
+
+
+def test_a_training_that_diverges_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The Trainer logs another number in place of the loss, and weights that aren't finite can't be saved."""
+    diverging = {"learning_rate": 1e30, "max_grad_norm": 0, "warmup_steps": 0, "max_steps": 3, "eval_strategy": "no"}
+    trainer(pipeline(num_ranks=2), arguments(tmp_path, **diverging)).train()
+    said = [record.message for record in caplog.records if "the loss is" in record.message]
+    assert len(said) == 1
+    assert said[0].startswith("step 3: the loss is nan")

@@ -9,7 +9,13 @@ import pytest
 import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainingArguments
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Seq2SeqTrainingArguments,
+    TrainingArguments,
+)
 
 from slipstream import Pipeline, Runtime
 from slipstream.errors import SlipstreamError
@@ -135,6 +141,40 @@ def test_preferences_that_cannot_be_trained_are_refused_before_a_step(tmp_path: 
         args = TrainingArguments(output_dir=str(tmp_path), **settings | changes)
         with pytest.raises(SlipstreamError, match=said):
             SlipstreamTrainer(pipe, args, train_dataset=[{}] * 5).train()
+
+
+@pytest.mark.parametrize(
+    ("config", "given", "said"),
+    [
+        ("SFTConfig", {"packing": True}, "packing=True of SFTConfig, .* a TRL trainer that is made with it"),
+        ("SFTConfig", {"max_length": 64}, "max_length=64 of SFTConfig"),
+        (
+            "SFTConfig",
+            {"loss_type": "dft"},
+            "loss_type='dft' of SFTConfig, .* or another loss_fn, and leave loss_type out",
+        ),
+        ("DPOConfig", {"beta": 0.3}, r"beta=0.3 of DPOConfig, .*preference_loss\(PreferenceSection"),
+        ("Seq2SeqTrainingArguments", {"predict_with_generate": True}, "give transformers.TrainingArguments"),
+    ],
+)
+def test_arguments_of_other_trainers_are_refused(config: str, given: dict[str, Any], said: str, tmp_path: Path) -> None:
+    pipe = Pipeline(llama(), slices=2, runtime=Runtime(self_check=False))
+    kind = Seq2SeqTrainingArguments if config.startswith("Seq") else getattr(pytest.importorskip("trl"), config)
+    usual = COMMON | {"activation_checkpointing": False}
+    with pytest.raises(SlipstreamError, match=said):
+        SlipstreamTrainer(pipe, kind(output_dir=str(tmp_path), **usual | given), train_dataset=[{}])
+    SlipstreamTrainer(pipe, kind(output_dir=str(tmp_path), **usual), train_dataset=[{}])
+
+
+def test_data_of_other_losses_is_refused(tmp_path: Path) -> None:
+    ids = torch.ones(4, 6, dtype=torch.int64)
+    rated = {"input_ids": ids, "attention_mask": ids, "completion_mask": ids, "label": ids[:, 0] > 0}
+    with pytest.raises(SlipstreamError, match=r"a batch of rated answers \(KTO\).* --preference.loss=kto"):
+        rows_of_pairs(rated)
+    loss = preference_loss(PREFERENCE)
+    pipe = Pipeline(llama(), slices=2, num_microbatches=2, loss_fn=loss, runtime=Runtime(self_check=False))
+    with pytest.raises(SlipstreamError, match=r"takes sequence_values, which aren't given"):
+        pipe.step({"input_ids": ids, "labels": ids})
 
 
 @pytest.mark.parametrize(

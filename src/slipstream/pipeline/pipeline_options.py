@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from numbers import Integral
@@ -48,6 +50,14 @@ class SequenceLoss:
     def num_sums(self) -> int:
         """How many sums a sequence has."""
         return 2 if self.prompts else 1
+
+    @property
+    def needs_values(self) -> bool:
+        """Whether the function can't be called without `sequence_values`."""
+        with suppress(TypeError, ValueError):  # its arguments aren't known
+            required = [p for p in inspect.signature(self.function).parameters.values() if p.default is p.empty]
+            return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in required) > 1
+        return False
 
     def __post_init__(self) -> None:
         if not callable(self.function):

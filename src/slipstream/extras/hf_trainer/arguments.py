@@ -64,6 +64,48 @@ def check_arguments(args: TrainingArguments, pipe: Pipeline, optimizer: Optimize
         raise SlipstreamError("\n".join(problems))
 
 
+_LIBRARIES = ("trl", "transformers")
+_OF_LOSS = (
+    "beta",
+    "loss_type",
+    "loss_weights",
+    "label_smoothing",
+    "desirable_weight",
+    "undesirable_weight",
+    "ld_alpha",
+)
+
+
+def check_derived(args: TrainingArguments) -> None:
+    """Raises SlipstreamError for arguments of a class of TRL or transformers that only its own trainer reads, such as
+    those of SFTConfig that say how data is prepared, and of DPOConfig that say which loss it is."""
+    derived = [kind for kind in type(args).__mro__ if kind.__module__.partition(".")[0] in _LIBRARIES]
+    names = {
+        name for kind in derived if kind is not TrainingArguments for name in vars(kind).get("__annotations__", {})
+    }
+    names -= {field.name for field in fields(TrainingArguments)}
+    problems = []
+    for field in fields(args):
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        value = getattr(args, field.name)
+        if field.name not in names or value in (None, False) or value == default:
+            continue
+        instead = "give the train_dataset and the data_collator of a TRL trainer that is made with it"
+        if field.name in _OF_LOSS:
+            instead = (
+                "give Pipeline(loss_fn=slipstream.train.preferences.preference_loss(PreferenceSection(...))), or "
+                "another loss_fn"
+            )
+        elif not type(args).__module__.startswith("trl"):
+            instead = "give transformers.TrainingArguments"
+        problems.append(
+            f"{field.name}={value!r} of {type(args).__name__}, which a SlipstreamTrainer doesn't read: {instead}, and "
+            f"leave {field.name} out here."
+        )
+    if problems:
+        raise SlipstreamError("\n".join(problems))
+
+
 def check_batches(pipe: Pipeline, dataset: Any, args: TrainingArguments) -> None:
     """Raises SlipstreamError where a last, smaller batch would have to be filled up with rows that weigh in the balance
     of a mixture of experts or in a mean over sequences, and where several batches would add up to such a mean."""

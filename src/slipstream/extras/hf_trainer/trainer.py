@@ -24,6 +24,7 @@ from slipstream.extras.hf_trainer.arguments import (
     check_accelerator,
     check_arguments,
     check_batches,
+    check_derived,
     check_evaluated,
     check_script,
 )
@@ -67,7 +68,12 @@ class SlipstreamTrainer(Trainer):  # type: ignore[misc]
         check_script(model, arguments)
         args = args or TrainingArguments()
         check_arguments(args, model, arguments.get("optimizers", (None, None))[0])
+        trainers = [kind for kind in type(self).__mro__ if issubclass(kind, Trainer)]
+        if all(kind is Trainer or issubclass(kind, SlipstreamTrainer) for kind in trainers):
+            # Another trainer, such as axolotl's, reads the arguments that are its own.
+            check_derived(args)
         self.pipe = model
+        self._has_diverged = False
         super().__init__(PipelineModel(model), args, *others, **options)
         if self.model_accepts_loss_kwargs and not self._counts_as_a_pipeline:
             name = type(self.model.unsplit).__name__
@@ -99,7 +105,17 @@ class SlipstreamTrainer(Trainer):  # type: ignore[misc]
         batch, values = rows_of_pairs(inputs)
         num_targets = self._num_targets(batch, num_items_in_batch, self.current_gradient_accumulation_steps)
         batch = with_rows(batch, self.pipe.order.num_microbatches)
-        return self.pipe.step(batch, num_targets=num_targets, sequence_values=values).as_subclass(Tensor)
+        loss = self.pipe.step(batch, num_targets=num_targets, sequence_values=values).as_subclass(Tensor)
+        if not self._has_diverged and not bool(loss.isfinite()):
+            self._has_diverged = True
+            if self.pipe.leads:
+                # A Trainer logs another number in its place, by `logging_nan_inf_filter`.
+                _log.warning(
+                    f"step {self.state.global_step + 1}: the loss is {float(loss)}. Weights that an update has made "
+                    "infinite or no numbers can't be saved: go on from the last checkpoint with a lower learning_rate "
+                    "or a smaller max_grad_norm"
+                )
+        return loss
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
@@ -275,6 +291,12 @@ class SlipstreamTrainer(Trainer):  # type: ignore[misc]
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Checks that training can go on from a checkpoint; its weights are loaded together with the optimizer."""
+        if not Path(resume_from_checkpoint).is_dir():
+            near = sorted(path.name for path in Path(self.args.output_dir).glob("checkpoint-*"))
+            there = f"; {self.args.output_dir} has {', '.join(near)}" if near else ""
+            raise SlipstreamError(
+                f"resume_from_checkpoint={str(resume_from_checkpoint)!r}: there is no such folder{there}."
+            )
         if not CheckpointFolder(Path(resume_from_checkpoint, FOLDER)).steps():
             raise SlipstreamError(
                 f"{resume_from_checkpoint} has no folder {FOLDER!r}, which a SlipstreamTrainer saves in a checkpoint "
@@ -420,6 +442,11 @@ def rows_of_pairs(batch: Mapping[str, Any]) -> tuple[Mapping[str, Any], Tensor |
     mask, ids = batch.get("completion_mask"), batch.get("input_ids")
     if mask is None or ids is None:
         return batch, None
+    if "label" in batch:
+        raise SlipstreamError(
+            "a batch of rated answers (KTO), which a SlipstreamTrainer doesn't train: give `slipstream train` the same "
+            "rows (prompt, completion, label) with --preference.loss=kto."
+        )
     if "ref_chosen_logps" not in batch:
         raise SlipstreamError(
             "a batch of preferences without ref_chosen_logps, what the reference makes of each answer: give "
