@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,6 +37,8 @@ def loss(pipe: Pipeline) -> Tensor:
         (lambda pipe: pipe(tokens()), "call pipe.step\\(inputs, labels\\), which runs forward and backward"),
         (lambda pipe: pipe.forward(tokens()), "call pipe.step\\(inputs, labels\\)"),
         (lambda pipe: pipe.compile(), "runtime=slipstream.Runtime\\(fused=True\\)"),
+        (lambda pipe: pipe.push_to_hub("me/model"), "save_pretrained\\(folder\\), and on one rank"),
+        (lambda pipe: pipe.resize_token_embeddings(9), "call it on the model before the Pipeline is made"),
         (lambda pipe: pipe.nonsense, "a Pipeline has no attribute 'nonsense'$"),
     ],
 )
@@ -45,10 +48,40 @@ def test_what_a_module_has(pipe: Pipeline, call: Callable[[Any], object], answer
 
 
 def test_a_compiled_pipeline(pipe: Pipeline) -> None:
-    """Torch compiles whatever can be called, when it is called: then the Pipeline answers."""
-    compiled = torch.compile(pipe, backend="eager")
-    with pytest.raises(Exception, match=r"call pipe.step\(inputs, labels\)"):
-        compiled(tokens())
+    with pytest.raises(
+        SlipstreamError, match=r"torch.compile of a Pipeline: .*runtime=slipstream.Runtime\(fused=True\)"
+    ):
+        torch.compile(pipe, backend="eager")
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps, lambda pipe: torch.save(pipe, io.BytesIO())])
+def test_a_copy(pipe: Pipeline, copied: Callable[[Any], object]) -> None:
+    with pytest.raises(SlipstreamError, match=r"can't be copied or pickled.* pipe.save_pretrained\(folder\)"):
+        copied(pipe)
+
+
+def test_a_timeline_before_a_step() -> None:
+    with pytest.raises(SlipstreamError, match=r"no timeline yet.* Call pipe.step\(inputs, labels\) first"):
+        make_pipe(ARCHITECTURES["llama"]).timeline()
+
+
+def test_a_batch_given_by_its_keys(pipe: Pipeline) -> None:
+    batch = {"input_ids": tokens(), "labels": tokens()}
+    for call in (pipe.step, pipe.evaluate):
+        with pytest.raises(SlipstreamError, match=rf"give the batch as one argument, pipe.{call.__name__}\(batch\)"):
+            call(**batch)  # type: ignore[arg-type]
+        with pytest.raises(SlipstreamError, match="inputs are missing"):
+            call(labels=tokens())
+        with pytest.raises(TypeError, match="has no argument 'attention'"):
+            call(tokens(), tokens(), attention=1)  # type: ignore[arg-type]
+
+
+def test_a_file_where_the_model_is_to_be_saved(pipe: Pipeline, tmp_path: Path) -> None:
+    (tmp_path / "model").write_text("mine")
+    for folder in (tmp_path / "model", tmp_path / "model" / "deeper"):
+        with pytest.raises(SlipstreamError, match=r"model is a file. Give another folder"):
+            pipe.save_pretrained(folder)
+    assert (tmp_path / "model").read_text() == "mine"
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what torch.compile imports

@@ -248,7 +248,8 @@ class BatchAgreement:
             "the ranks of one pipeline were given different batches:\n  "
             + "\n  ".join(lines)
             + "\nGive them one batch: a sampler takes num_replicas=pipe.num_replicas and rank=pipe.replica, and the "
-            "same seed on every rank."
+            "same seed on every rank. A loader that accelerator.prepare has returned deals out batches by process: use "
+            "it as it was before."
         )
 
 

@@ -17,7 +17,7 @@ from slipstream.parallel.tensor import gather_vocabulary, vocabulary_token_losse
 from slipstream.pipeline.batch import Batch, Inputs, Lengths, Rows, padded_as
 from slipstream.pipeline.cut_batch import SplitBatch
 from slipstream.pipeline.execution import TokenOutputs
-from slipstream.pipeline.introspection import PipelineFacts
+from slipstream.pipeline.introspection import PipelineFacts, refuse_arguments
 from slipstream.planner.ragged import StepPlan
 
 
@@ -26,7 +26,7 @@ class PipelineEvaluation(PipelineFacts):
 
     def evaluate(
         self,
-        inputs: Inputs,
+        inputs: Inputs | None = None,
         labels: Rows | None = None,
         document_ids: Rows | None = None,
         *,
@@ -35,9 +35,12 @@ class PipelineEvaluation(PipelineFacts):
         sequence_values: Tensor | None = None,
         plan: StepPlan | None = None,
         num_targets: float | None = None,
+        **others: object,
     ) -> Tensor:
         """Runs one batch forward only, in evaluation mode, and returns the global mean loss. Collective; arguments,
         result and errors are those of `step`, though nothing needs to be trained."""
+        if inputs is None or others:
+            refuse_arguments("evaluate", inputs, labels, others)
         of_rows = None, document_ids, lengths, sequence_values
         whole = self._runtime.read_batch(inputs, labels, *of_rows, plan is not None, targets=targets)
         with self._evaluating("evaluate"):

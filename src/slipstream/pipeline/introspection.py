@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import FrameType
+from typing import Never
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from slipstream.errors import SlipstreamError
 from slipstream.model.adapters import Adapter, TrainedWeights
 from slipstream.options import Degrees
 from slipstream.parallel import RankGroup
@@ -262,6 +265,10 @@ UNSUPPORTED_CALLS = {
     **dict.fromkeys(CHECKPOINTING, _RECOMPUTE),
     **dict.fromkeys(("forward", "__call__"), _FORWARD),
     **dict.fromkeys(("compile", "_compiled_call_impl"), _COMPILE),
+    "push_to_hub": "save_pretrained(folder), and on one rank huggingface_hub.upload_folder(repo_id=..., "
+    "folder_path=folder)",
+    "resize_token_embeddings": "call it on the model before the Pipeline is made; in a configuration of `slipstream "
+    "train`, special tokens of data.chat_template and data.end_of_text get rows by themselves",
     "backward": "pipe.step has already run the backward, and its gradients are in .grad",
     "zero_grad": "call optimizer.zero_grad()",
     "no_sync": "to add up the gradients of several batches, call pipe.step for each before optimizer.step()",
@@ -270,3 +277,30 @@ UNSUPPORTED_CALLS = {
     "pipe.load(folder) loads what pipe.save saved",
 }
 """What to type instead, by the attribute's name."""
+
+COPIES = (
+    "a Pipeline can't be copied or pickled: it holds its ranks' connections. pipe.save_pretrained(folder) writes the "
+    "model, and pipe.save(folder, step, optimizer=optimizer) what training goes on from."
+)
+ASKED_BY_COMPILE = "_torchdynamo_orig_callable"
+"""The attribute that torch.compile, and nobody else, asks for first."""
+
+
+def refuse_arguments(call: str, inputs: object, labels: object, others: Mapping[str, object]) -> Never:
+    """Raises the error for a method that is called without inputs, or with a batch's keys in place of a batch."""
+    if "input_ids" in others:
+        raise SlipstreamError(f"{call}(**batch): give the batch as one argument, pipe.{call}(batch).")
+    if others:
+        names = ", ".join(map(repr, others))
+        raise TypeError(f"Pipeline.{call}() has no argument {names}")
+    raise SlipstreamError(f"inputs are missing: give pipe.{call}(inputs, labels), or a mapping that has 'input_ids'.")
+
+
+def refuse_foreign_norm(caller: FrameType) -> None:
+    """Raises SlipstreamError where this frame, which reads a rank's parameters, is torch's `clip_grad_norm_`."""
+    is_torchs = str(caller.f_globals.get("__name__", "")).startswith("torch.")
+    if is_torchs and caller.f_code.co_name in ("clip_grad_norm_", "get_total_norm", "clip_grads_with_norm_"):
+        raise SlipstreamError(
+            "torch.nn.utils.clip_grad_norm_ of a rank's parameters would scale by their norm alone, and each rank by "
+            "another: call pipe.clip_grad_norm_(max_norm), which takes the norm over all ranks."
+        )

@@ -124,6 +124,12 @@ class Parameters:
         if isinstance(self._masters, ShardedParameters):
             self._masters.publish()
 
+    @property
+    def are_a_part(self) -> bool:
+        """Whether another rank's optimizer updates weights of the model that this one's doesn't."""
+        some = any(not shard.is_whole for shard in self.shards())
+        return some or self._ranks.copies.size < self._ranks.world.size
+
     def refresh(self) -> None:
         """Notes that the parameters in `named` were changed, so that the next `publish` copies them to the modules."""
         self._is_stale = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,15 @@ from slipstream.options import Layers, Memory, Parallelism, Precision, Runtime
 from slipstream.parallel import ParameterShard
 from slipstream.pipeline.batch import Inputs, Lengths, Rows
 from slipstream.pipeline.evaluation import PipelineEvaluation
-from slipstream.pipeline.introspection import CHECKPOINTING, UNSUPPORTED_CALLS, summarise
+from slipstream.pipeline.introspection import (
+    ASKED_BY_COMPILE,
+    CHECKPOINTING,
+    COPIES,
+    UNSUPPORTED_CALLS,
+    refuse_arguments,
+    refuse_foreign_norm,
+    summarise,
+)
 from slipstream.pipeline.pipeline_options import ExpectedBatch, LossFunction, PipelineOptions, SequenceLoss
 from slipstream.pipeline.runtime import PipelineRuntime
 from slipstream.pipeline.saving import PipelineSaving
@@ -156,7 +165,7 @@ class Pipeline(PipelineEvaluation, PipelineSaving):
 
     def step(
         self,
-        inputs: Inputs,
+        inputs: Inputs | None = None,
         labels: Rows | None = None,
         position_ids: Tensor | None = None,
         document_ids: Rows | None = None,
@@ -167,6 +176,7 @@ class Pipeline(PipelineEvaluation, PipelineSaving):
         plan: StepPlan | None = None,
         loss_scale: float = 1.0,
         num_targets: float | None = None,
+        **others: object,
     ) -> Tensor:
         """Runs forward and backward of one batch: adds to `.grad` and returns the global mean loss. Collective.
 
@@ -190,6 +200,7 @@ class Pipeline(PipelineEvaluation, PipelineSaving):
                 `inputs`.
             loss_scale: a factor of the loss, so that small gradients of float16 don't vanish; they are divided by it at
                 the end. A power of two changes none of their digits.
+            others: none; a batch that is given as `step(**batch)` is refused, with what to type.
             num_targets: the divisor of the sum of the losses, where several steps add up one update's gradients:
                 the targets that count in all of their batches, on all replicas; of a `loss_fn` with a divisor of its
                 own the sum of that over them, as a float. Default: those of this batch. A batch in which no target
@@ -204,6 +215,8 @@ class Pipeline(PipelineEvaluation, PipelineSaving):
                 all parts' counts add up to can't be divided by, or what was recomputed isn't what it was; after it has
                 run, and then all gradients are dropped.
         """
+        if inputs is None or others:
+            refuse_arguments("step", inputs, labels, others)
         of_rows = position_ids, document_ids, lengths, sequence_values
         whole = self._runtime.read_batch(inputs, labels, *of_rows, plan is not None, targets=targets)
         return self._runtime.step(whole, loss_scale, plan, num_targets)
@@ -220,8 +233,12 @@ class Pipeline(PipelineEvaluation, PipelineSaving):
         return self._runtime.parameters.named()
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Yields this rank's parameters, for an optimizer."""
-        return (parameter for _, parameter in self.named_parameters())
+        """Yields this rank's parameters, for an optimizer. Raises SlipstreamError where `clip_grad_norm_` of torch asks
+        for a part of the model's."""
+        if self._runtime.parameters.are_a_part:
+            refuse_foreign_norm(sys._getframe(1))
+        for _, parameter in self.named_parameters():
+            yield parameter
 
     def parameter_shards(self) -> Iterator[ParameterShard]:
         """Yields those of `named_parameters`, each with its place in the unsplit parameter: for checkpoints."""
@@ -260,6 +277,12 @@ class Pipeline(PipelineEvaluation, PipelineSaving):
         those that `named_parameters` yields."""
         return summarise(self._runtime)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Never:
+        raise SlipstreamError(COPIES)
+
+    def __reduce_ex__(self, protocol: Any) -> Never:
+        raise SlipstreamError(COPIES)
+
     if not TYPE_CHECKING:
 
         def __call__(self, *inputs: Any, **options: Any) -> Never:
@@ -267,6 +290,8 @@ class Pipeline(PipelineEvaluation, PipelineSaving):
 
         def __getattr__(self, name: str) -> Any:
             answer = UNSUPPORTED_CALLS.get(name)
+            if name == ASKED_BY_COMPILE:
+                raise SlipstreamError(f"torch.compile of a Pipeline: {UNSUPPORTED_CALLS['compile']}.")
             runtime = self.__dict__.get("_runtime")
             if name in CHECKPOINTING and runtime is not None and (what := runtime.layout.recompute) is not None:
                 answer = f"leave it out, memory.recompute={what.setting!r} recomputes activations already"

@@ -399,6 +399,11 @@ class PipelineRuntime:
     def timeline(self) -> Timeline:
         """Returns the timeline of the last step or evaluation, on all ranks. Collective."""
         self.calls.begin("timeline")
+        if not self._last_schedule:
+            raise SlipstreamError(
+                "there is no timeline yet: it is that of the last step or evaluation. Call pipe.step(inputs, labels) "
+                "first; slipstream.simulate(pipe.order, cost) has one without a step."
+            )
         return self._timeline()
 
     def _timeline(self) -> Timeline:

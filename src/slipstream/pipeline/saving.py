@@ -154,6 +154,9 @@ class PipelineSaving(PipelineFacts):
         beside, ranks = family.beside, self._runtime.ranks
 
         def write() -> None:
+            in_the_way = (path for path in (Path(folder), *Path(folder).parents) if path.exists() and not path.is_dir())
+            if file := next(in_the_way, None):
+                raise SlipstreamError(f"the model can't be written to {folder}: {file} is a file. Give another folder.")
             if adapter is not None and not merged:
                 write_adapter(folder, config, adapter, state)
             else:

@@ -70,6 +70,9 @@ def timeline() -> None:
     assert {span.rank for span in found.spans} == set(range(dist.get_world_size()))
     crossings = sum(a != b for a, b in pairwise(pipe.layout.training.placement))
     assert len(found.messages) == 8 * crossings  # the forwards of the evaluation
+    with pytest.raises(SlipstreamError, match=r"by their norm alone.* call pipe.clip_grad_norm_\(max_norm\)"):
+        torch.nn.utils.clip_grad_norm_(pipe.parameters(), 1.0)
+    assert len([*pipe.parameters()]) == len([*pipe.named_parameters()])
 
 
 def ragged(name: str) -> None:
