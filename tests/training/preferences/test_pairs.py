@@ -148,8 +148,57 @@ def test_ratings_survive_the_disk_and_the_split(tmp_path: Path) -> None:
 def test_pairs_are_rated_by_which_is_chosen() -> None:
     text, _ = read([GOOD | {"prompt": "say a", "rejected": " b c"}, GOOD | {"chosen": " c", "rejected": " a"}], "rated")
     assert text.ratings is not None
-    assert text.ratings.tolist() == [False, True, False, True]
-    assert [len(text.document(number)) for number in (0, 2)] == [5, 3]  # their end of text included
+    assert text.ratings.tolist() == [True, False, True, False]
+    assert [len(text.document(number)) for number in (0, 2)] == [4, 5]  # their end of text included
+
+
+def rated(prompt: str, *answers: str) -> list[dict[str, Any]]:
+    return [{"prompt": prompt, "completion": answer, "label": not place} for place, answer in enumerate(answers)]
+
+
+FIVE_PAIRS = [
+    {"prompt": f"say {word}", "chosen": f" yes {word}", "rejected": f" no {word}"}
+    for word in ("it", "a", "b", "c", "say")
+]
+CONVERSATIONS = [
+    {
+        "chosen": [{"role": "user", "content": word}, YES | {"content": f"yes {word}"}],
+        "rejected": [{"role": "user", "content": word}, NO | {"content": f"no {word}"}],
+    }
+    for word in ("it", "a", "b")
+]
+
+
+@pytest.mark.parametrize(
+    ("rows", "is_even"),
+    [
+        (RATED, True),
+        (FIVE_PAIRS, True),
+        (CONVERSATIONS, True),
+        ([*rated("say", " a", " b", " c"), *rated("it", " yes"), *rated("a", " no", " no no")], True),
+        ([*rated("say", " a"), *rated("it", " yes", " no"), *rated("say", " c")], True),
+        ([*rated("it", " it"), *rated("say", " a", " b", " c", " yes", " no"), *rated("a", " it it")], False),
+    ],
+    ids=["one answer each", "pairs", "conversations", "several answers", "not adjacent", "one prompt has most"],
+)
+def test_a_mismatched_row_has_the_answer_to_another_prompt(rows: list[dict[str, Any]], is_even: bool) -> None:
+    """Each answer is taken once, unless a prompt has more than half of them."""
+    text, _ = read(rows, "rated", 32)
+    halves = []
+    for document in range(text.num_documents):
+        both, answer = words(text, document)
+        halves.append((both.removesuffix(answer), answer))
+    owns, others = halves[::2], halves[1::2]
+    asked = {answer: prompt for prompt, answer in owns}
+    assert len(asked) == len(owns)
+    for (prompt, _), (same_prompt, other) in zip(owns, others, strict=True):
+        assert prompt == same_prompt != asked[other]
+    assert (sorted(answer for _, answer in others) == sorted(asked)) == is_even
+
+
+def test_a_file_with_a_single_prompt_has_no_mismatched_rows() -> None:
+    with pytest.raises(SlipstreamError, match=r"^pairs: all of its 2 answers are to one prompt, .*--preference.loss"):
+        read([GOOD], "rated")
 
 
 @pytest.mark.parametrize("num_sources", [1, 2])

@@ -87,6 +87,11 @@ def data(name: str) -> dict[str, Any]:
     return {"train_dataset": Dataset.from_list(RATED if name == "kto" else ROWS), "processing_class": word_tokenizer()}
 
 
+def unpadded(inputs: dict[str, Any], prefix: str = "") -> list[list[int]]:
+    both = zip(inputs[f"{prefix}input_ids"], inputs[f"{prefix}attention_mask"], strict=True)
+    return [ids[mask == 1].tolist() for ids, mask in both]
+
+
 def with_a_reference(name: str, folder: Path) -> Step:
     """One batch of all rows: the chosen answers, then the rejected ones; of KTO also prompts with another answer."""
     trl, section = pytest.importorskip("trl"), SECTIONS[name]
@@ -102,15 +107,10 @@ def with_a_reference(name: str, folder: Path) -> Step:
         loss = trainer.compute_loss(trainer.model, inputs)
         loss.backward()
 
-    def kept(prefix: str = "") -> list[list[int]]:
-        both = zip(inputs[f"{prefix}input_ids"], inputs[f"{prefix}attention_mask"], strict=True)
-        return [ids[mask == 1].tolist() for ids, mask in both]
-
     metrics = {each: values[-1] for each, values in trainer._metrics["train"].items() if values}
     rewards = {own: metrics[f"rewards/{each}"] for own, each in NAMES.items() if f"rewards/{each}" in metrics}
-    first, second = (kept(), kept("KL_")) if name == "kto" else (kept()[: len(ROWS)], kept()[len(ROWS) :])
-    if name == "kto":  # whose first row waits for the last one's answer
-        first, second = ([*each[1:], each[0]] for each in (first, second))
+    own = unpadded(inputs)
+    first, second = (own, unpadded(inputs, "KL_")) if name == "kto" else (own[: len(ROWS)], own[len(ROWS) :])
     tokens = [each for both in zip(first, second, strict=True) for each in both]
     return Step(name, tokens, loss.item(), gradients(trainer.model), rewards, metrics.get("kl", 0.0))
 
@@ -158,6 +158,10 @@ def text_of(name: str) -> TokenisedText:
     return text
 
 
+def documents_of(text: TokenisedText) -> list[list[int]]:
+    return [text.document(number).tolist() for number in range(text.num_documents)]
+
+
 def pipeline(name: str, model: LlamaForCausalLM, schedule: str = "1f1b") -> Pipeline:
     """Two stages, and rows of several answers in slices of unequal lengths."""
     options = {"num_ranks": 2, "slices": 3, "num_microbatches": 2, "runtime": Runtime(self_check=False)}
@@ -179,8 +183,19 @@ def batch_of(name: str, pipe: Pipeline) -> TokenBatch:
 
 
 def test_tokens_are_trls(theirs: Step) -> None:
-    text = text_of(theirs.name)
-    assert [text.document(number).tolist() for number in range(text.num_documents)] == theirs.tokens
+    assert documents_of(text_of(theirs.name)) == theirs.tokens
+
+
+def test_rated_pairs_are_trls_and_have_no_answer_to_their_own_prompt_for_another(tmp_path: Path) -> None:
+    trl = pytest.importorskip("trl")
+    settings = arguments("kto", tmp_path) | {"per_device_train_batch_size": 2 * len(ROWS)}
+    trainer = trl.KTOTrainer(llama(0), llama(1), trl.KTOConfig(**settings), **data("pairs"))
+    inputs = trainer.data_collator([*trainer.train_dataset])
+    ours = documents_of(read(ROWS, "rated", SEQ_LEN)[0])
+    theirs = unpadded(inputs)
+    assert sorted(ours[::2]) == sorted(theirs)
+    for mismatched in (ours[1::2], unpadded(inputs, "KL_")):
+        assert not [each for each in mismatched if each in theirs]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])

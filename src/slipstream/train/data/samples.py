@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import replace
+from hashlib import blake2b
 from itertools import groupby, takewhile
 from typing import Any
 
@@ -15,7 +17,8 @@ from slipstream.launch import Progress
 from slipstream.model import IGNORED
 from slipstream.train.config import SourceSection
 from slipstream.train.data.chat_templates import ChatTemplate
-from slipstream.train.data.tokenised_text import DocumentWriter, TokenisedText
+from slipstream.train.data.tokenised_text import Array, DocumentWriter, TokenisedText
+from slipstream.units import plural
 
 Sample = tuple[list[int], list[int]]  # tokens and labels
 _NULL, _EMPTY, _EQUAL = "without content (null)", "empty", "with equal answers"
@@ -146,41 +149,69 @@ def _ratings(row: Mapping[str, Any]) -> list[bool]:
 
 
 class _RatedWriter:
-    """Writes rated answers, each followed by its prompt with the answer before, the first with the last one."""
+    """Writes rated answers, each followed by its prompt with the answer to another prompt."""
 
-    def __init__(self, writer: DocumentWriter, seq_len: int) -> None:
-        self._writer, self._seq_len = writer, seq_len
-        self._first: tuple[Sample, bool] | None = None
-        self._last: Sample | None = None
+    def __init__(self, seq_len: int) -> None:
+        self._seq_len, self._answers = seq_len, DocumentWriter()
+        self._numbers = dict[bytes, int]()  # of each prompt, by the digest of its tokens
+        self._prompts = array("q")  # the number of each answer's prompt
         self._ratings: list[bool] = []
 
     def add(self, sample: Sample, is_wanted: bool) -> None:
         """Adds an answer with its prompt."""
-        if self._last is None:
-            self._first = sample, is_wanted
-        else:
-            self._write(sample, is_wanted, self._last)
-        self._last = sample
-
-    def finish(self) -> TokenisedText:
-        """Returns the text, to which no more can be added."""
-        if self._first is not None and self._last is not None:
-            self._write(*self._first, self._last)
-        text = self._writer.finish(has_labels=True, group_size=2)
-        return replace(text, ratings=np.array(self._ratings, dtype=bool))
-
-    def _write(self, sample: Sample, is_wanted: bool, before: Sample) -> None:
-        prompt, answer = (_first_counted(half) for half in (sample, before))
-        mismatched = [
-            (tokens[:prompt] + other[answer:])[: self._seq_len] for tokens, other in zip(sample, before, strict=True)
-        ]
-        for document in (sample, mismatched):
-            self._writer.add(*(np.asarray(column, dtype=np.int32) for column in document))
+        tokens, labels = (np.asarray(column, dtype=np.int32) for column in sample)
+        self._answers.add(tokens, labels)
+        prompt = blake2b(tokens[: _first_counted(labels)].tobytes(), digest_size=16).digest()
+        self._prompts.append(self._numbers.setdefault(prompt, len(self._numbers)))
         self._ratings.append(is_wanted)
 
+    def finish(self) -> TokenisedText:
+        """Returns the text, to which no more can be added. Raises SlipstreamError where all answer one prompt."""
+        answers, writer = self._answers.finish(has_labels=True), DocumentWriter()
+        others = _other_prompts(np.array(self._prompts)) if self._ratings else []
+        for number, other in enumerate(others):
+            labels, others_labels = answers.labels_of(number), answers.labels_of(other)
+            begin, others_begin = _first_counted(labels), _first_counted(others_labels)
+            tokens, others_tokens = answers.document(number), answers.document(other)
+            writer.add(tokens, labels)
+            mismatched = [
+                np.concatenate([tokens[:begin], others_tokens[others_begin:]]),
+                np.concatenate([labels[:begin], others_labels[others_begin:]]),
+            ]
+            writer.add(*(column[: self._seq_len] for column in mismatched))
+        text = writer.finish(has_labels=True, group_size=2)
+        return replace(text, ratings=np.array(self._ratings, dtype=bool))
 
-def _first_counted(sample: Sample) -> int:
-    return next(place for place, label in enumerate(sample[1]) if label != IGNORED)
+
+def _other_prompts(prompts: Array) -> Array:
+    """Returns for each answer the number of an answer to another prompt, by the `prompts` of all, numbers from 0.
+
+    Where no prompt has more than half of the answers, each answer is taken once, so that what is estimated from them is
+    of the same answers. Where every prompt has one answer, it is the one before. Raises SlipstreamError where there is
+    but one prompt.
+
+        prompts       0 0 0 1 1 2      in the order of prompts, that with the most answers first
+        those taken   1 1 2 0 0 0      the same, turned by the number of its answers
+    """
+    sizes = np.bincount(prompts)
+    if len(sizes) == 1:
+        raise SlipstreamError(
+            f"all of its {plural(len(prompts), 'answer')} are to one prompt, and preference.loss=kto compares with "
+            "answers to other prompts; add rows with other prompts, or give pairs of answers with "
+            "--preference.loss=dpo"
+        )
+    most = int(sizes.argmax())
+    order = np.argsort((prompts - most) % len(sizes), kind="stable")
+    count = sizes[most]
+    rest = len(prompts) - count
+    taken = np.concatenate([order[count + np.arange(-count, 0) % rest], order[:rest]])
+    others = np.empty_like(taken)
+    others[order] = taken
+    return others
+
+
+def _first_counted(labels: Array) -> int:
+    return int(np.argmax(labels != IGNORED))
 
 
 def _tools(given: Any) -> Any:
@@ -346,7 +377,7 @@ def read_samples(
         SlipstreamError: with the number of the row, where one hasn't the form of the others.
     """
     writer, left_out, num_cut = DocumentWriter(), dict[str, list[int]](), 0
-    rated, row_number = _RatedWriter(writer, seq_len), 0
+    rated, row_number = _RatedWriter(seq_len), 0
     for row_number, row in enumerate(rows, start=1):
         try:
             documents, is_cut = reader.read(row, seq_len)
@@ -364,7 +395,10 @@ def read_samples(
         show(row_number)
     report = "; ".join(_report(left_out, num_cut, row_number, reader.are_pairs, seq_len))
     if reader.are_rated:
-        return rated.finish(), report
+        try:
+            return rated.finish(), report
+        except SlipstreamError as error:
+            raise SlipstreamError(f"{name}: {error}") from error
     return writer.finish(has_labels=True, group_size=2 if reader.are_pairs else 1), report
 
 
