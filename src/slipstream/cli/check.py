@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -45,8 +46,13 @@ def check(
         console.width = _FILE_COLUMNS
     if report.kinds:
         console.print(_layers(report))
-    facts, file = _facts(report), Path(model)
-    is_run = file.suffix in (".yaml", ".yml") and "data" in (yaml.safe_load(file.read_text(encoding="utf-8")) or {})
+    file = Path(model)
+    settings = yaml.safe_load(file.read_text(encoding="utf-8")) or {} if file.suffix in (".yaml", ".yml") else {}
+    is_run = "data" in settings
+    preference = settings.get("preference")
+    if isinstance(preference, dict) and not preference.get("dropout"):
+        report = replace(report, dropout=())
+    facts = _facts(report)
     with spinner("reading the tokenizer"):
         tokenizer, has_one = _tokenizer(model, is_run, remote_code)
     if tokenizer:

@@ -1,6 +1,13 @@
 """Turns a model into pipeline stages: Hugging Face causal LMs and `nn.Sequential`s, their own code unchanged."""
 
-from slipstream.model.anatomy import LayerPart, ModelAnatomy, find_anatomy, uses_randomness
+from slipstream.model.anatomy import (
+    LayerPart,
+    ModelAnatomy,
+    dropout_rates,
+    find_anatomy,
+    switch_off_dropout,
+    uses_randomness,
+)
 from slipstream.model.attached_code import copy_with_shared_weights
 from slipstream.model.causal_lm_stage import CausalLMStage, add_embedding_noise
 from slipstream.model.compiled_region import watched_kernels

@@ -7,6 +7,7 @@ stage, and parts without parameters (rotary tables) to every stage.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -246,9 +247,37 @@ def random_rates(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
     """Yields the modules that draw by a number, with its name: the rate of a dropout, or a router's jitter."""
     for module in model.modules():
         for name, value in vars(module).items():
-            is_rate = "drop" in name or "jitter" in name or (name == "p" and isinstance(module, nn.Dropout))
+            is_rate = "drop" in name or "jitter" in name or (name == "p" and "Dropout" in type(module).__name__)
             if is_rate and isinstance(value, float):
                 yield module, name
+
+
+def dropout_rates(config: Any) -> dict[str, float]:
+    """Returns the rates above 0 of dropout in a configuration of transformers, or of an adapter by PEFT, by name."""
+    fields = vars(config).items()
+    return {name: rate for name, rate in fields if "drop" in name and isinstance(rate, float) and rate > 0}
+
+
+def switch_off_dropout(model: nn.Module) -> None:
+    """Sets the rates of every dropout of a model and its adapter to 0. A router's jitter stays.
+
+    A module whose code reads the rate from its configuration gets a copy of that, as the configuration itself is
+    exported as it was.
+    """
+    for module, name in [*random_rates(model)]:
+        if "jitter" not in name:
+            setattr(module, name, 0.0)
+    copies = dict[int, PretrainedConfig]()  # by the id of the configuration that modules share
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if "drop" in name and isinstance(value, dict):  # of adapters, by their names
+                value.update({adapter: 0.0 for adapter, rate in value.items() if isinstance(rate, float)})
+        config = vars(module).get("config")
+        if isinstance(config, PretrainedConfig) and dropout_rates(config):
+            if id(config) not in copies:
+                copies[id(config)] = copy.copy(config)
+                vars(copies[id(config)]).update(dict.fromkeys(dropout_rates(config), 0.0))
+            module.config = copies[id(config)]
 
 
 def _refusal(config: PretrainedConfig, reason: str, advice: str = TRAIN_WHOLE) -> SlipstreamError:

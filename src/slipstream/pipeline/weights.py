@@ -26,6 +26,7 @@ from slipstream.model import (
     meta_model,
     pretrained_model,
     storage_id,
+    switch_off_dropout,
     tied_names,
 )
 from slipstream.model.adapters import (
@@ -129,6 +130,17 @@ def with_frozen(source: WeightSource, patterns: Sequence[str]) -> WeightSource:
         return model
 
     return source._replace(load=load, trained=TrainedWeights(names))
+
+
+def without_dropout(source: WeightSource) -> WeightSource:
+    """Returns a source whose model drops nothing in training."""
+
+    def load(anatomy: ModelAnatomy, parts: list[StagePart], dtype: torch.dtype | None) -> PreTrainedModel:
+        model = source.load(anatomy, parts, dtype)
+        switch_off_dropout(model)
+        return model
+
+    return source._replace(load=load)
 
 
 def in_memory(model: object) -> WeightSource:

@@ -23,6 +23,7 @@ from slipstream.model import (
     check_router_loss,
     check_sliceable,
     check_unquantised,
+    dropout_rates,
     find_anatomy,
     find_label_loss,
     longest_sequence,
@@ -96,7 +97,9 @@ def report_on(config: PretrainedConfig) -> ModelReport:
     except SlipstreamError as error:
         return ModelReport(config.model_type, None, LabelLoss.NONE, refusal=str(error))
     report = ModelReport(config.model_type, _num_parameters(config), find_label_loss(config))
-    report = replace(report, dropout=_dropout(config.get_text_config()), max_length=longest_sequence(config))
+    rates = dropout_rates(config.get_text_config())
+    dropout = tuple(f"{name}={rate}" for name, rate in rates.items())
+    report = replace(report, dropout=dropout, max_length=longest_sequence(config))
     try:
         check_causal(config)
         check_router_loss(config, "pipeline.router_loss")
@@ -118,8 +121,3 @@ def _num_parameters(config: PretrainedConfig) -> int | None:
         return int(sum(parameter.numel() for parameter in meta_model(config).parameters()))
     except Exception:  # the model's own code; the report says why
         return None
-
-
-def _dropout(config: PretrainedConfig) -> tuple[str, ...]:
-    fields = vars(config).items()
-    return tuple(f"{name}={p}" for name, p in fields if "drop" in name and isinstance(p, float) and p > 0)

@@ -13,7 +13,7 @@ from transformers import AutoConfig, PretrainedConfig
 from slipstream.model import load_config, random_model, set_vocab_size
 from slipstream.parallel import make_mesh
 from slipstream.pipeline import Pipeline
-from slipstream.pipeline.weights import WeightSource, pretrained_source, with_frozen
+from slipstream.pipeline.weights import WeightSource, pretrained_source, with_frozen, without_dropout
 from slipstream.train.config import Config
 from slipstream.train.preferences import preference_loss
 
@@ -40,6 +40,11 @@ def make_pipeline(config: Config, device: torch.device, **changes: Any) -> Pipel
 
 def source_of(config: Config) -> WeightSource:
     """Returns the weights that the run begins with, read or drawn as far as a rank needs them."""
+    source = _source_of(config)
+    return without_dropout(source) if config.drops_nothing else source
+
+
+def _source_of(config: Config) -> WeightSource:
     training = config.training
     if config.model.pretrained:
         path, lora = str(config.model.path), config.lora

@@ -248,6 +248,19 @@ def test_with_a_plan_that_is_open(finished: Path, file: Path, tmp_path: Path, pr
         assert ours[-1] < ours[0] - 0.05
 
 
+@pytest.mark.parametrize("is_on", [False, True])
+def test_dropout_is_off_unless_it_is_asked_for(is_on: bool, file: Path, tmp_path: Path) -> None:
+    gpt2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, "vocab_size": 300}
+    settings = {**SETTINGS, "data": {**SETTINGS["data"], "dataset": str(file)}, "model": {"config": gpt2}}
+    more = ["--training.steps=1", "--training.eval_every=0", f"--preference.dropout={str(is_on).lower()}"]
+    said = " ".join(run_training(2, tmp_path / "run", settings, *more).stdout.split())
+    (only,) = lines_of(tmp_path / "run", "grad_norm")
+    assert (only["loss"] == pytest.approx(math.log(2), abs=1e-6)) != is_on
+    assert ("attn_pdrop=0.1" in said) != is_on
+    assert ("is off under preferences; --preference.dropout=true turns it on" in said) != is_on
+    assert json.loads((tmp_path / "run" / "model" / "config.json").read_text())["attn_pdrop"] == 0.1
+
+
 @pytest.mark.more
 def test_an_adapter_begins_at_its_reference(finished: Path, file: Path, tmp_path: Path) -> None:
     pytest.importorskip("peft")

@@ -238,6 +238,9 @@ class PreferenceSection(Record):
     """kto: the weight of answers that are wanted."""
     undesirable_weight: PositiveFloat = 1.0
     """kto: the weight of the others."""
+    dropout: bool = False
+    """Whether the dropout of the model and of its adapter is on in training. Off, the model that is trained begins as
+    the reference, from which dropout would tell it apart."""
 
     @property
     def has_reference(self) -> bool:

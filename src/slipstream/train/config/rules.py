@@ -351,6 +351,7 @@ OTHER_NAMES: Mapping[str, tuple[str, str]] = {
     "lora_rank": ("lora.r", ""),
     "lora_alpha": ("lora.alpha", ""),
     "lora_dropout": ("lora.dropout", ""),
+    "disable_dropout": ("preference.dropout", "false, which is the default, for none"),
     "lora_target": ("lora.target_modules", "a list such as [q_proj, v_proj], or all-linear"),
     "lora_target_modules": ("lora.target_modules", "a list such as [q_proj, v_proj], or all-linear"),
     **dict.fromkeys(

@@ -160,6 +160,11 @@ class Config(Record):
             raise ValueError(f"{error}. The configuration is a plan for others; to plan for these: {anew}") from None
         return self
 
+    @property
+    def drops_nothing(self) -> bool:
+        """Whether dropout is off in training, whatever the rates of the model and its adapter."""
+        return self.preference is not None and not self.preference.dropout
+
     def _check_pipeline(self) -> None:
         """Raises ValueError where slices, order and cut don't fit the sequences, the ranks or each other."""
         pipeline, training = self.pipeline, self.training

@@ -18,7 +18,7 @@ from transformers import AutoConfig
 from slipstream.checkpoint import CheckpointFolder, DamagedError, Manifest, SavedCheckpoint, find_best, require_best
 from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress, flat_settings, has_launcher
-from slipstream.model import meta_model
+from slipstream.model import dropout_rates, meta_model
 from slipstream.options import SHARED_WORK
 from slipstream.pipeline.saving import describe_model
 from slipstream.pipeline.weights import copy_beside, read_generation, write_generation
@@ -117,6 +117,8 @@ def preflight(config: Config, progress: Progress) -> RunInputs:
     add_vocabulary(config, model_config, progress)
     config = first_mesh(config, model_config)
     check_model(config, model_config, progress)
+    if rates := _rates_without_effect(config, model_config):
+        progress.say(f"dropout ({rates}) is off under preferences; --preference.dropout=true turns it on")
     check_optimizer(config, model_config)
     check_memory(config, model_config)
     check_smaller_meshes(config, model_config)
@@ -130,6 +132,16 @@ def preflight(config: Config, progress: Progress) -> RunInputs:
     if has_reference and not is_finished and find_saved(config) is not None:
         check_reference(config, {"train": text.train, "validation": text.validation})
     return RunInputs(config, model_config, text, is_finished)
+
+
+def _rates_without_effect(config: Config, model_config: Any) -> str:
+    """Returns the rates of dropout that the model and its adapter have and the training hasn't; "" for none."""
+    if not config.drops_nothing:
+        return ""
+    rates = dropout_rates(model_config.get_text_config())
+    if config.lora is not None:
+        rates |= dropout_rates(config.lora.peft_config(str(config.model.path)))
+    return ", ".join(f"{name}={rate}" for name, rate in rates.items())
 
 
 def _check_place(output: Path) -> None:
