@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pyarrow
@@ -18,6 +19,7 @@ from slipstream.train.data import load_tokenizer, read_documents
 from slipstream.train.data.open_source import OpenSource
 from slipstream.train.data.tokenised_text import END_OF_DOCUMENT, tokenise, train_tokenizer
 
+SUFFIXES = [".txt", ".jsonl", ".json", ".csv", ".parquet"]
 TEXTS = ["first text", "second text, longer", "third"]
 
 
@@ -35,21 +37,54 @@ def test_files_and_folders_in_order(tmp_path: Path) -> None:
     assert said[0].endswith("left out 1 of 5 documents: 0 without text (null), 1 empty or of white space")
 
 
-@pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".json", ".csv", ".parquet"])
+def write(texts: list[str], path: Path) -> Path:
+    if path.suffix == ".txt":
+        path.write_text("\n".join(texts))
+    elif path.suffix in (".jsonl", ".json"):
+        path.write_text("\n".join(json.dumps({"text": text, "other": 1}) for text in texts))
+    elif path.suffix == ".csv":
+        path.write_text("other,text\n" + "".join(f'1,"{text}"\n' for text in texts))
+    else:
+        pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path)
+    return path
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
 def test_a_dataset_file(tmp_path: Path, suffix: str) -> None:
     """Which may also be named among the files: a table is read as rows there, too."""
-    path = tmp_path / f"data{suffix}"
-    if suffix == ".txt":
-        path.write_text("\n".join(TEXTS))
-    elif suffix in (".jsonl", ".json"):
-        path.write_text("\n".join(json.dumps({"text": text, "other": 1}) for text in TEXTS))
-    elif suffix == ".csv":
-        path.write_text("other,text\n" + "".join(f'1,"{text}"\n' for text in TEXTS))
-    else:
-        pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), path)
+    path = write(TEXTS, tmp_path / f"data{suffix}")
     assert [*read_documents(DataSection(dataset=str(path)), pytest.fail)] == TEXTS
     if suffix != ".txt":
         assert [*read_documents(DataSection(files=[path]), pytest.fail)] == TEXTS
+
+
+@pytest.mark.parametrize("where", ["dataset", "validation", "folder"])
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_file_that_was_replaced_by_one_of_its_size_and_time_is_read_anew(
+    tmp_path: Path, suffix: str, where: str
+) -> None:
+    (tmp_path / "rows").mkdir()
+    path = tmp_path / "rows" / f"data{suffix}"
+
+    def source() -> SourceSection:
+        if where == "validation":
+            found = DataSection(dataset=str(path), validation=str(path)).validation_source
+            assert found is not None
+            return found
+        return SourceSection(dataset=str(path.parent if where == "folder" else path))
+
+    def read() -> list[str]:
+        return [*OpenSource.of(source(), pytest.fail).texts()]
+
+    write(TEXTS, path)
+    os.utime(path, (1e9, 1e9))
+    size = path.stat().st_size
+    assert read() == TEXTS
+    others = [text[::-1] for text in TEXTS]
+    write(others, path)
+    os.utime(path, (1e9, 1e9))
+    assert path.stat().st_size == size
+    assert read() == others
 
 
 def test_tables_among_files_and_in_folders(tmp_path: Path) -> None:

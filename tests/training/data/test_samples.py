@@ -233,6 +233,9 @@ def test_the_first_samples_of_a_stream_come_in_every_epoch(suffix: str, tmp_path
     again = RowStream(SourceSection(dataset=str(file), max_samples=5), 3)
     again.go_to(state)
     assert [[row["text"] for row in again.next_block()[1]] for _ in range(3)] == rest
+    assert stream.facts == again.facts
+    others = [{"text": str(8 - number)} for number in range(9)]  # as many bytes
+    assert stream.facts != RowStream(SourceSection(dataset=str(write(others, file)), max_samples=5), 3).facts
     assert stream.facts != RowStream(SourceSection(dataset=str(file)), 3).facts
 
 

@@ -6,6 +6,7 @@ import csv
 import json
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.train.config import SourceSection
 
 _READ_FOR_TEXT = 65536  # bytes; a file that begins with so many blank ones is read whole
+_DIGESTED = 2**20  # bytes at the beginning of a file, and at its end
 _SHOWN = 80  # bytes of a line that can't be read
 _BUILDERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 
@@ -63,6 +65,31 @@ def row_files(config: SourceSection) -> list[Path]:
     return [file] if file.suffix in _BUILDERS else []
 
 
+def digest_of(file: Path) -> str:
+    """Returns a digest of a file's size and of its first and last MiB, which tells it from one that has replaced it."""
+    size = file.stat().st_size
+    digest = blake2b(str(size).encode(), digest_size=16)
+    with file.open("rb") as opened:
+        digest.update(opened.read(_DIGESTED))
+        opened.seek(max(opened.tell(), size - _DIGESTED))
+        digest.update(opened.read(_DIGESTED))
+    return digest.hexdigest()
+
+
+def _cache_of(files: Iterable[Path]) -> Path:
+    """Returns the folder in the cache of `datasets` for the rows of these very files.
+
+    By itself `datasets` takes a file for the one that it has read by its path and time, which copies such as those of
+    `rsync -t` and `cp -p`, or an image with fixed dates, don't change.
+    """
+    from datasets.config import HF_DATASETS_CACHE
+
+    key = blake2b(digest_size=16)
+    for file in files:
+        key.update(f"{file.absolute()}\0{file.stat().st_mtime_ns}\0{digest_of(file)}\0".encode())
+    return Path(HF_DATASETS_CACHE, "slipstream", key.hexdigest())
+
+
 def read_rows(config: SourceSection, streaming: bool = False) -> Any:
     """Returns the rows of a source, a `datasets.Dataset`: dictionaries that are read from the disk when used; or a
     `datasets.IterableDataset`, read from the files or the hub when used.
@@ -83,11 +110,14 @@ def read_rows(config: SourceSection, streaming: bool = False) -> Any:
             builder = _BUILDERS[files[0].suffix]
             if builder == "csv":
                 options |= _as_texts(files)
+            options |= {} if streaming else {"cache_dir": str(_cache_of(files))}
             rows = load_dataset(builder, data_files=[str(file) for file in files], split="train", **options)
             if streaming and rows.features is None and any(file.suffix == ".json" for file in files):
                 # A list in one file is read whole anyhow, but streamed its columns of mixed types come as JSON text.
                 return read_rows(config).to_iterable_dataset()
         else:
+            inside = sorted(path for path in Path(str(config.dataset)).rglob("*") if path.is_file())
+            options |= {"cache_dir": str(_cache_of(inside))} if inside and not streaming else {}
             rows = load_dataset(str(config.dataset), config.dataset_config, split=config.split, **options)
         return rows if config.max_samples is None else rows.take(config.max_samples)
     except Exception as error:  # `datasets` raises many types; all mean that it can't be read

@@ -19,7 +19,7 @@ from slipstream.train.data.open_source import CONVERSATIONS, find_form, find_los
 from slipstream.train.data.packing import Mixture, rounded_counts
 from slipstream.train.data.samples import SampleReader, read_samples
 from slipstream.train.data.sequences import JoinedSequences, TokenBatch, TrainingSequences
-from slipstream.train.data.sources import find_bad_line, read_rows, row_files, with_given_keys
+from slipstream.train.data.sources import digest_of, find_bad_line, read_rows, row_files, with_given_keys
 from slipstream.train.data.tokenised_text import Array, TokenisedText, load_texts, load_tokenizer, tokenise
 
 State = dict[str, Any]
@@ -41,13 +41,13 @@ class RowStream:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The facts that decide the order of rows: of a file its size, too."""
-        source, sizes = self._source, [file.stat().st_size for file in row_files(self._source)]
+        """The facts that decide the order of rows: of files what they hold, too."""
+        source, files = self._source, row_files(self._source)
         what = source.dataset if source.files is None else source.name
         stream = f"{what}/{source.dataset_config}/{source.split}"
         if source.max_samples is not None:
             stream += f", {source.max_samples} rows"
-        return {"stream": stream, "bytes": sum(sizes) if sizes else None}
+        return {"stream": stream, "files": [digest_of(file) for file in files]}
 
     def state(self) -> State:
         """Returns a state with which `go_to` goes on with the next block, as JSON can hold it."""
