@@ -172,6 +172,7 @@ def test_a_completion_of_messages(tokenise: Tokenise, tokenizer: Any) -> None:
     assert counted(tokenise(rows, loss="assistant"), tokenizer) == f"a fox{END}|an owl{END}"
 
 
+PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": " fox"}]
 SHAREGPT = [
     {"from": "human", "value": "what is it"},
     {"from": "gpt", "value": "a fox"},
@@ -248,6 +249,51 @@ def test_tokens_with_labels(tokenise: Tokenise) -> None:
     assert tokenise([{"input_ids": [1, 2]}]).labels_of(0).tolist() == [1, 2]
 
 
+@pytest.mark.parametrize(
+    ("columns", "tokens", "labels"),
+    [
+        ({"attention_mask": [1, 1, 1, 0, 0]}, [1, 2, 3], [1, 2, 3]),
+        ({"attention_mask": [0, 1, 1, 1, 1]}, [2, 3, 4, 5], [2, 3, 4, 5]),
+        ({"attention_mask": [1, 1, 1, 1, 0], "labels": [-100, 2, 3, -100, -100]}, [1, 2, 3, 4], [-100, 2, 3, -100]),
+        ({"attention_mask": None, "loss_mask": None}, [1, 2, 3, 4, 5], [1, 2, 3, 4, 5]),
+        ({"loss_mask": [0, 1, 1, 0, 1]}, [1, 2, 3, 4, 5], [-100, 2, 3, -100, 5]),
+        ({"completion_mask": [False, True, True, True, True]}, [1, 2, 3, 4, 5], [-100, 2, 3, 4, 5]),
+        (
+            {"assistant_masks": [0, 0, 1, 1, 1], "completion_mask": [0, 1, 1, 1, 0]},
+            [1, 2, 3, 4, 5],
+            [-100, -100, 3, 4, -100],
+        ),
+    ],
+)
+def test_masks_beside_tokens(tokenise: Tokenise, columns: dict[str, Any], tokens: list[int], labels: list[int]) -> None:
+    text = tokenise([{"input_ids": [1, 2, 3, 4, 5]} | columns])
+    assert text.document(0).tolist() == tokens
+    assert text.labels_of(0).tolist() == labels
+
+
+def test_a_source_says_which_masks_it_has(tmp_path: Path) -> None:
+    file = write([{"input_ids": [1, 2], "loss_mask": [0, 1]}], tmp_path / "rows.jsonl")
+    source = OpenSource.of(SourceSection(dataset=str(file)), pytest.fail)
+    assert source.describe() == "tokens: 1 sample, of which what loss_mask says counts"
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [TURNS[0], {"role": "assistant", "content": PARTS}]},
+        {"conversations": [SHAREGPT[0], {"from": "gpt", "value": PARTS}]},
+        {"prompt": TURNS[:1], "completion": [{"role": "assistant", "content": PARTS}]},
+    ],
+    ids=["messages", "sharegpt", "completion"],
+)
+def test_texts_in_parts_are_joined(tokenise: Tokenise, tokenizer: Any, row: dict[str, Any], tmp_path: Path) -> None:
+    text = tokenise([row])
+    assert tokenizer.decode(text.document(0)) == f"<user>what is it<assistant>a fox{END}"
+    assert counted(text, tokenizer) == "a fox" + END
+    source = OpenSource.of(SourceSection(dataset=str(write([row], tmp_path / "again.jsonl"))), pytest.fail)
+    assert [*source.texts()] == ["what is it", "a", " fox"]
+
+
 def test_a_parquet_file_of_conversations(tmp_path: Path, tokenizer: Any) -> None:
     """Whose messages have empty columns where others have tools."""
     file = tmp_path / "chat.parquet"
@@ -296,6 +342,37 @@ def test_what_is_left_out_or_cut_is_counted(tokenise: Tokenise, tokenizer: Any) 
         ({"prompt": "a", "completion": TURNS}, {}, "must both be texts or both lists of messages"),
         ({"prompt": "a", "completion": "b"}, {"loss": "assistant"}, "data.loss=assistant needs messages"),
         ({"input_ids": [1, 2], "labels": [1]}, {}, "row 1: labels has 1 tokens, but input_ids 2; give the same number"),
+        ({"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}, {}, "row 1: attention_mask is 0 at token 2, between"),
+        ({"input_ids": [1, 2], "attention_mask": [0, 0]}, {}, "left out 1 of 1 samples: 1 empty"),
+        ({"input_ids": [1, 2], "attention_mask": [1, 2]}, {}, "row 1: attention_mask must be lists of 0 and 1, and"),
+        ({"input_ids": [1, 2], "loss_mask": [1]}, {}, "row 1: loss_mask has 1 values, but input_ids 2"),
+        (
+            {"input_ids": [1, 2], "position_ids": [0, 1]},
+            {},
+            "row 1: the rows have the column position_ids, which is",
+        ),
+        ({"input_ids": [1, 2], "seq_lengths": [1, 1]}, {}, "row 1: the rows have the column seq_lengths, which isn't"),
+        (
+            {"messages": [TURNS[0], {"role": "assistant", "content": 5}]},
+            {},
+            "row 1: turn 2 of messages has a content of type int; give a text",
+        ),
+        (
+            {"messages": [{"role": "user", "content": {"text": "a"}}, TURNS[1]]},
+            {},
+            "row 1: turn 1 of messages has a content of type dict",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [*PARTS, {"type": "image", "text": None}]}, TURNS[1]]},
+            {},
+            "row 1: turn 1 of messages has a part that isn't text: image; give a text",
+        ),
+        (
+            {"prompt": TURNS[:1], "completion": [{"role": "assistant", "content": ["a"]}]},
+            {},
+            "row 1: turn 1 of completion has a part that isn't text: str",
+        ),
+        ({"question": "a", "answer": "b", "history": [["c", None]]}, {}, "row 1: history must be pairs of texts"),
         ({"input_ids": [1, -100]}, {}, "row 1: input_ids must be lists of token ids"),
         ({"input_ids": [1, 2], "labels": [1, -1]}, {}, "row 1: labels must be lists of token ids, or -100"),
         (

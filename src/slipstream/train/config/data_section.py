@@ -38,8 +38,9 @@ class SourceSection(Record):
     """What a row of the data set is. text: a document, in `text_column`. messages: a conversation, in
     `messages_column`. prompt-completion: the columns `prompt` and `completion`, both texts or both lists of messages.
     question-answer: a conversation of two turns, in columns such as `question` and `answer`, or Alpaca's
-    `instruction`, `input` and `output`. tokens: the columns `input_ids` and, where there is one, `labels`, of which
-    -100 doesn't count. Default: what the columns say."""
+    `instruction`, `input` and `output`. tokens: the columns `input_ids` and, where there are any, `labels`, of which
+    -100 doesn't count, `loss_mask`, `completion_mask` and `assistant_masks`, of which 0 doesn't, and `attention_mask`,
+    which is 0 for padding. Default: what the columns say."""
     text_column: str = "text"
     """The column that holds the documents."""
     messages_column: str = "messages"

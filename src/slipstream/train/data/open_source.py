@@ -11,6 +11,7 @@ from slipstream.launch import Progress
 from slipstream.train.config import SourceSection
 from slipstream.train.data.chat_templates import ChatTemplate
 from slipstream.train.data.samples import (
+    COUNTING_MASKS,
     QUESTION_CONTEXTS,
     SampleReader,
     conversation_column,
@@ -58,7 +59,10 @@ class OpenSource:
         counted = {"all": "every token counts", "assistant": "the assistant's turns count"}
         last = "the completion counts" if self.form not in CONVERSATIONS else "the last turn counts"
         counted |= {"completion": last}
-        what = "what the labels say counts" if "labels" in self.rows.column_names else counted[self.loss]
+        saying = [name for name in ("labels", *COUNTING_MASKS) if name in self.rows.column_names]
+        what = counted[self.loss]
+        if saying and self.form == "tokens":
+            what = f"what {' and '.join(saying)} {'says' if len(saying) == 1 else 'say'} counts"
         return f"{self.form}: {plural(len(self.rows), 'sample')}, of which {what}"
 
     @property
@@ -127,12 +131,13 @@ def is_list(feature: Any) -> bool:
 
 
 def texts_in(value: Any) -> Iterator[str]:
-    """Yields a text, or the contents of messages."""
+    """Yields a text, or the contents of messages, also those in parts."""
     if isinstance(value, str):
         yield value
     for message in value if isinstance(value, list) else ():
         if isinstance(message, dict):
-            yield from (message[name] for name in ("content", "value") if isinstance(message.get(name), str))
+            for name in ("content", "value", "text"):
+                yield from texts_in(message.get(name))
 
 
 # Which tokens of a form can count; the first is the default.

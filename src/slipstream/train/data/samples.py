@@ -272,6 +272,8 @@ def _question_and_answer(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     before = row.get("history") or []
     if not isinstance(before, list) or any(not isinstance(turn, list) or len(turn) != 2 for turn in before):
         raise SlipstreamError("history must be a list of pairs: a question and its answer")
+    if not all(isinstance(text, str) for turn in before for text in turn):
+        raise SlipstreamError("history must be pairs of texts: a question and its answer")
     turns = [text for both in (*before, (asked, answer)) for text in both]
     speakers = ("user", "assistant") * (len(before) + 1)
     messages = [{"role": who, "content": text} for who, text in zip(speakers, turns, strict=True)]
@@ -308,7 +310,37 @@ def _checked_messages(messages: Any, column: str, system: Any = None) -> list[di
             )
         if len(message) == 1:
             raise UnusableRowError(_NULL)
+    for turn, message in enumerate(kept_messages, start=1):
+        if "content" in message:
+            message["content"] = _text_of(message["content"], f"turn {turn} of {column}")
     return _after_system(kept_messages, system) if is_sharegpt else kept_messages
+
+
+def _text_of(content: Any, where: str) -> str:
+    """Returns the content of a message as a text, also one in parts: [{type: text, text: ...}, ...].
+
+    Raises SlipstreamError for other contents, as a template would write them as Python does.
+    """
+    if isinstance(content, str):
+        return content
+    what = f"a content of type {type(content).__name__}"
+    if isinstance(content, list):
+        others = [part for part in content if not (_kind_of(part) == "text" and isinstance(part["text"], str))]
+        if not others:
+            return "".join(part["text"] for part in content)
+        what = f"a part that isn't text: {_kind_of(others[0])}"
+    raise SlipstreamError(
+        f"{where} has {what}; give a text, or parts of it as [{{type: text, text: ...}}], and leave out rows with "
+        "anything else"
+    )
+
+
+def _kind_of(part: Any) -> str:
+    """Returns the type that a part of a content names, or else that of Python."""
+    named = part.get("type") if isinstance(part, dict) else None
+    if named == "text" and "text" not in part:
+        return "text without a text"
+    return type(part).__name__ if named is None else str(named)
 
 
 def _with_role(message: dict[str, Any], column: str) -> dict[str, Any]:
@@ -326,6 +358,12 @@ def _with_role(message: dict[str, Any], column: str) -> dict[str, Any]:
 
 
 def _given_tokens(row: Mapping[str, Any]) -> Sample:
+    for column in _OF_PACKED_ROWS:
+        if row.get(column) is not None:
+            raise SlipstreamError(
+                f"the rows have the column {column}, which isn't read: a row is one document, whose positions count "
+                "from 0. Give each document as a row, without that column; with data.packing=fixed they are packed"
+            )
     tokens = row["input_ids"]
     labels = row.get("labels", tokens)
     if tokens is None or labels is None:
@@ -338,7 +376,39 @@ def _given_tokens(row: Mapping[str, Any]) -> Sample:
         raise SlipstreamError("input_ids must be lists of token ids, whole numbers from 0")
     if any(not isinstance(label, int) or (label < 0 and label != IGNORED) for label in labels):
         raise SlipstreamError(f"labels must be lists of token ids, or {IGNORED} where a token doesn't count")
-    return tokens, labels
+    for column in COUNTING_MASKS:
+        if (mask := _mask_of(row, column)) is not None:
+            labels = [label if counts else IGNORED for label, counts in zip(labels, mask, strict=True)]
+    attended = _mask_of(row, "attention_mask")
+    if attended is None:
+        return tokens, labels
+    if not any(attended):
+        raise UnusableRowError(_EMPTY)
+    begin, end = attended.index(1), len(attended) - attended[::-1].index(1)
+    if not all(attended[begin:end]):
+        raise SlipstreamError(
+            f"attention_mask is 0 at token {attended.index(0, begin) + 1}, between tokens where it is 1; it may only "
+            "say where padding is, before or after a row's tokens. For tokens that don't count give labels or "
+            "loss_mask"
+        )
+    return tokens[begin:end], labels[begin:end]
+
+
+COUNTING_MASKS = ("loss_mask", "completion_mask", "assistant_masks")
+"""The columns beside `input_ids` that are 0 where a token doesn't count."""
+_OF_PACKED_ROWS = ("position_ids", "seq_lengths")
+
+
+def _mask_of(row: Mapping[str, Any], column: str) -> list[Any] | None:
+    """Returns a mask of the tokens of a row; None where it has none. Raises SlipstreamError where it isn't one."""
+    mask, tokens = row.get(column), row["input_ids"]
+    if mask is None:
+        return None
+    if len(mask) != len(tokens):
+        raise SlipstreamError(f"{column} has {len(mask)} values, but input_ids {len(tokens)}; give the same number")
+    if others := [value for value in mask if value not in (0, 1)]:
+        raise SlipstreamError(f"{column} must be lists of 0 and 1, and has {others[0]!r}")
+    return [*mask]
 
 
 def tokenise_samples(
