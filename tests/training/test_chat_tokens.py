@@ -16,10 +16,14 @@ from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress
 from slipstream.model import set_vocab_size, whole_pretrained_model
 from slipstream.pipeline.weights import pretrained_source
+from slipstream.train.comparison import UnslicedModel
 from slipstream.train.config.run_config import parse_config
+from slipstream.train.configured_pipeline import make_pipeline
 from slipstream.train.data import train_tokenizer
 from slipstream.train.data.chat_templates import NAMED_TEMPLATES, ChatTemplate, with_special_tokens
+from slipstream.train.preflight import preflight
 from slipstream.train.preflight.model_checks import check_new_rows
+from slipstream.train.preflight.text_preparation import add_vocabulary
 from support.architectures import BOUND, gradient_error, gradients, no_rounding_inside
 from support.forked import COMMAND, launch, run_alone
 from support.parameters import first_of
@@ -138,6 +142,82 @@ def test_a_step_with_new_rows_is_that_of_the_resized_model(vocabulary: str, tied
         assert torch.equal(tensor, model.state_dict()[name]), name
 
 
+def padded(folder: Path, **config: Any) -> Path:
+    """A model with rows for more tokens than its tokenizer has, the others with values of their own."""
+    base(folder, vocab_size=320, **config)
+    return folder
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["two matrices", "tied"])
+@pytest.mark.parametrize("number", [318, 321], ids=["in padding", "beyond it, too"])
+def test_tokens_in_padded_rows_begin_as_the_mean_of_those_that_the_tokenizer_has(
+    number: int, tied: bool, tmp_path: Path
+) -> None:
+    padded(tmp_path / "model", tie_word_embeddings=tied)
+    had = len(AutoTokenizer.from_pretrained(tmp_path / "model"))
+    before = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    special = [f"<{each}>" for each in range(number - had)]
+    (tmp_path / "rows.jsonl").write_text(rows("sharegpt"))
+    config = settings(tmp_path, data={"dataset": str(tmp_path / "rows.jsonl"), "chat_template": "chatml",
+        "special_tokens": special[2:]}, runtime={"self_check": False})  # fmt: skip
+    preflight(config, Progress(None)).write()
+    made = (
+        make_pipeline(config, torch.device("cpu")).state_dict(),
+        UnslicedModel(config, torch.device("cpu")).model.state_dict(),
+    )
+    for model in made:
+        for name in {"model.embed_tokens.weight", "lm_head.weight"} & model.keys():
+            old, new = before.state_dict()[name], model[name]
+            assert len(new) == max(number, 320)
+            assert torch.equal(new[:had], old[:had])
+            assert torch.equal(new[number:], old[number:])
+            torch.testing.assert_close(new[had:number], old[:had].mean(0).expand(number - had, -1))
+
+
+@pytest.mark.parametrize(
+    ("data", "more", "words"),
+    [
+        (
+            {"chat_template": "chatml"},
+            {"lora": {}},
+            r"2 of .*--lora.modules_to_save=\[embed_tokens, lm_head\]",
+        ),
+        (
+            {"chat_template": "chatml"},
+            {"freeze": ["model.embed_tokens*"]},
+            "2 of .*model.freeze=.*leave it out",
+        ),
+        (
+            {"end_of_text": "<stop>", "tokenizer": "other"},
+            {"lora": {}},
+            "1 of .*--lora.modules_to_save",
+        ),
+        ({"chat_template": "chatml"}, {"lora": {"modules_to_save": ["embed_tokens", "lm_head"]}}, ""),
+        ({"chat_template": "zephyr"}, {"lora": {}}, ""),
+        ({"tokenizer": "model"}, {"lora": {}}, ""),
+    ],
+    ids=["an adapter", "frozen", "the end of another tokenizer", "copies", "no new tokens", "the same tokenizer"],
+)
+def test_tokens_in_padded_rows_that_would_stay_as_they_are_are_refused(
+    data: dict[str, Any], more: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    padded(tmp_path / "model")
+    other = AutoTokenizer.from_pretrained(tmp_path / "model")
+    other.add_tokens(["<stop>"], special_tokens=True)
+    other.save_pretrained(tmp_path / "other")
+    if "tokenizer" in data:
+        data = data | {"tokenizer": str(tmp_path / data["tokenizer"])}
+    model = {"path": str(tmp_path / "model")} | ({"freeze": more.pop("freeze")} if "freeze" in more else {})
+    config = settings(tmp_path, model=model, data={"dataset": "rows.jsonl"} | data, **more)
+    model_config = LlamaConfig.from_pretrained(tmp_path / "model")
+    if not words:
+        add_vocabulary(config, model_config, Progress(None))
+        assert model_config.vocab_size == 320
+        return
+    with pytest.raises(SlipstreamError, match=words):
+        add_vocabulary(config, model_config, Progress(None))
+
+
 def test_an_adapter_trains_new_rows_where_it_has_copies_of_their_matrices(folder: Path) -> None:
     from peft import LoraConfig, get_peft_model
 
@@ -169,7 +249,8 @@ def test_an_adapter_trains_new_rows_where_it_has_copies_of_their_matrices(folder
 def settings(folder: Path, **more: Any) -> Any:
     data = {"dataset": "rows.jsonl", "chat_template": "chatml"}
     training = {"output": str(folder / "run"), "steps": 1, "seq_len": 64}
-    return parse_config({"model": {"path": str(folder / "model")}, "data": data, "training": training, **more})
+    sections = {"model": {"path": str(folder / "model")}, "data": data, "training": training}
+    return parse_config(sections | more)
 
 
 @pytest.mark.parametrize(
@@ -186,10 +267,10 @@ def test_new_rows_that_an_adapter_would_leave_alone_are_refused(
 ) -> None:
     config = LlamaConfig.from_pretrained(folder / "model", tie_word_embeddings=tied)
     if not words:
-        check_new_rows(settings(folder, lora=lora), config, config.vocab_size + 2)
+        check_new_rows(settings(folder, lora=lora), config, 2)
         return
     with pytest.raises(SlipstreamError, match=words):
-        check_new_rows(settings(folder, lora=lora), config, config.vocab_size + 2)
+        check_new_rows(settings(folder, lora=lora), config, 2)
 
 
 class WithTableConfig(LlamaConfig):
@@ -210,7 +291,7 @@ def test_a_model_with_other_tables_by_token_is_refused(folder: Path) -> None:
     AutoModelForCausalLM.register(WithTableConfig, WithTable)
     config = WithTableConfig(**SHAPE)
     with pytest.raises(SlipstreamError, match=r"new to WithTable, which has rows by token in table.weight too"):
-        check_new_rows(settings(folder), config, config.vocab_size + 2)
+        check_new_rows(settings(folder), config, 2)
 
 
 @pytest.mark.parametrize("name", [*NAMED_TEMPLATES])

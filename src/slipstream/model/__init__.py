@@ -35,6 +35,7 @@ from slipstream.model.layer_range import (
     StagePart,
 )
 from slipstream.model.loading import (
+    NewTokens,
     meta_model,
     model_for_timing,
     pretrained_model,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Collection, Container
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -133,14 +133,28 @@ def meta_model(config: PretrainedConfig, dtype: torch.dtype | None = None, **set
         ) from error
 
 
+class NewTokens(NamedTuple):
+    """Tokens that the model's own tokenizer hasn't. Their rows may lie in a matrix's padding, or be added to it."""
+
+    ids: tuple[int, ...]
+    num_known: int  # the rows of the model's own tokens, the first ones
+
+    @classmethod
+    def of_added_rows(cls, had: int, vocab_size: int) -> NewTokens:
+        """Returns the tokens of the rows that a matrix without padding gets."""
+        return cls(tuple(range(had, vocab_size)), had)
+
+
 def pretrained_model(
     path: str,
     config: PretrainedConfig,
     anatomy: ModelAnatomy,
     owned: Collection[StagePart],
     dtype: torch.dtype | None = None,
+    new_tokens: NewTokens | None = None,
 ) -> PreTrainedModel:
-    """Returns the parts `owned` of a model in a folder of safetensors or on the hub, reading no other tensor.
+    """Returns the parts `owned` of a model in a folder of safetensors or on the hub, reading no other tensor. Rows of
+    `new_tokens`, by default of those that `config` has in addition to the folder's, are the mean of those of the known.
 
     Raises SlipstreamError for missing or damaged files, and for weights that the files don't contain.
     """
@@ -162,22 +176,25 @@ def pretrained_model(
             f"the checkpoint {path!r} lacks {len(absent)} weights of {config.model_type!r}, first {absent[0]!r}. "
             "Expected a complete causal LM; a base model without its head can't be trained."
         )
-    _add_rows(model, config)
+    _make_new_rows(model, config, new_tokens)
     return model
 
 
 def whole_pretrained_model(
-    path: str, config: PretrainedConfig | None = None, dtype: torch.dtype | None = None
+    path: str,
+    config: PretrainedConfig | None = None,
+    dtype: torch.dtype | None = None,
+    new_tokens: NewTokens | None = None,
 ) -> PreTrainedModel:
     """Returns the whole model in a folder of safetensors or on the hub, with rows for the tokens that `config` has in
-    addition to the folder's."""
+    addition to the folder's; those of `new_tokens` are as in `pretrained_model`."""
     config = load_config(path) if config is None else config
     settings: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
     saved = _as_saved(config, path)
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         path, config=saved, trust_remote_code=False, **settings
     )
-    _add_rows(model, config)
+    _make_new_rows(model, config, new_tokens)
     return model
 
 
@@ -198,19 +215,23 @@ def _as_saved(config: PretrainedConfig, path: str) -> PretrainedConfig:
 
 
 @torch.no_grad()
-def _add_rows(model: PreTrainedModel, config: PretrainedConfig) -> None:
-    """Adds rows to the embedding and the head of a model or a part of one, for the tokens that `config` has more.
+def _make_new_rows(model: PreTrainedModel, config: PretrainedConfig, new_tokens: NewTokens | None) -> None:
+    """Gives the embedding and the head of a model or a part of one rows for the tokens that `config` has more, and new
+    tokens their rows, in those and in the padding that was there.
 
-    Each is the mean of the others, so that a new token is as likely as they are on average (Hewitt 2021).
+    Each is the mean of the known tokens' rows, so that a new token is as likely as they are on average (Hewitt 2021).
     """
     vocab_size = config.get_text_config().vocab_size
     had = model.config.get_text_config().vocab_size
+    new = new_tokens or NewTokens.of_added_rows(had, vocab_size)
     grown: dict[nn.Parameter, nn.Parameter] = {}
-    for module in (model.get_input_embeddings(), model.get_output_embeddings()) if vocab_size > had else ():
+    for module in (model.get_input_embeddings(), model.get_output_embeddings()) if new.ids else ():
         for name, old in [*module.named_parameters(recurse=False)] if module is not None else ():
             if old not in grown:
-                mean = old.to(torch.promote_types(old.dtype, torch.float32)).mean(0, keepdim=True).to(old.dtype)
+                known = old[: new.num_known]
+                mean = known.to(torch.promote_types(old.dtype, torch.float32)).mean(0, keepdim=True).to(old.dtype)
                 rows = torch.cat([old, mean.expand(vocab_size - had, *old.shape[1:])])
+                rows[list(new.ids)] = mean
                 grown[old] = nn.Parameter(rows, requires_grad=old.requires_grad)
             setattr(module, name, grown[old])
             for size in ("num_embeddings", "out_features"):

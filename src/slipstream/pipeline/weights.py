@@ -19,6 +19,7 @@ from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 from slipstream.errors import SlipstreamError
 from slipstream.model import (
     ModelAnatomy,
+    NewTokens,
     PipelineStage,
     StagePart,
     check_unquantised,
@@ -77,14 +78,17 @@ def pretrained_source(
     beside: Path | None = None,
     config: PretrainedConfig | None = None,
     base_precision: BasePrecision = "full",
+    new_tokens: NewTokens | None = None,
 ) -> WeightSource:
     """Returns the model of a folder or of a name on the hub as a source, as `Pipeline.from_pretrained` takes it; the
-    files beside its weights are in that folder, or in `beside`. `config` may have more tokens than the folder's.
+    files beside its weights are in that folder, or in `beside`. `config` may have more tokens than the folder's, and
+    `new_tokens` may lie in the padding of its rows.
 
     Raises SlipstreamError where it can't be trained so.
     """
     config = load_config(path) if config is None else config
-    source = WeightSource(config, partial(pretrained_model, path, config), beside=beside or Path(path))
+    load = partial(pretrained_model, path, config, new_tokens=new_tokens)
+    source = WeightSource(config, load, beside=beside or Path(path))
     source = with_frozen(source, freeze)
     check_base_precision(base_precision, lora)
     return source if lora is None else _with_adapter(source, lora, lora_seed, path, base_precision)

@@ -19,7 +19,7 @@ from slipstream.model import trust_remote_code, whole_pretrained_model
 from slipstream.model.adapters import find_frozen, freeze
 from slipstream.pipeline import Pipeline
 from slipstream.train.config import Config, load_config
-from slipstream.train.configured_pipeline import config_of_run, make_pipeline
+from slipstream.train.configured_pipeline import config_of_run, make_pipeline, new_tokens_of_run
 from slipstream.train.data import load_texts, sequences_of
 from slipstream.train.device_choice import choose_device
 from slipstream.train.folder_lock import FolderLock
@@ -41,7 +41,7 @@ class UnslicedModel(torch.nn.Module):
         super().__init__()
         if config.model.pretrained:
             self.model: PreTrainedModel = whole_pretrained_model(
-                str(config.model.path), config_of_run(config), torch.float32
+                str(config.model.path), config_of_run(config), torch.float32, new_tokens_of_run(config)
             )
         else:
             model_config = AutoConfig.from_pretrained(config.folder.inputs, trust_remote_code=False)

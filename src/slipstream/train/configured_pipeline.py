@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoConfig, PretrainedConfig
 
-from slipstream.model import load_config, random_model, set_vocab_size
+from slipstream.model import NewTokens, load_config, random_model, set_vocab_size
 from slipstream.parallel import make_mesh
 from slipstream.pipeline import Pipeline
 from slipstream.pipeline.weights import WeightSource, pretrained_source, with_frozen, without_dropout
@@ -56,6 +57,7 @@ def _source_of(config: Config) -> WeightSource:
             config.folder.beside,
             config_of_run(config),
             "full" if lora is None else lora.base_precision,
+            new_tokens_of_run(config),
         )
     model_config = AutoConfig.from_pretrained(config.folder.inputs, trust_remote_code=False)
     return with_frozen(
@@ -69,6 +71,15 @@ def config_of_run(config: Config) -> PretrainedConfig:
     set_vocab_size(model_config, inputs.get_text_config().vocab_size)
     model_config.eos_token_id = inputs.eos_token_id
     return model_config
+
+
+def new_tokens_of_run(config: Config) -> NewTokens | None:
+    """Returns the tokens of the run that the pretrained model's own tokenizer hasn't; None where there are none."""
+    file = config.folder.new_tokens
+    if not file.exists():
+        return None
+    found = json.loads(file.read_text(encoding="utf-8"))
+    return NewTokens(tuple(found["ids"]), found["num_known"])
 
 
 def make_mesh_of(config: Config, device: torch.device) -> DeviceMesh | None:

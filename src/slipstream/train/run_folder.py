@@ -7,7 +7,8 @@ output/
   config.yaml          the settings it ran with
   reference.safetensors  with preference, how probable each answer was before the training, on which every loss depends
   inputs/              the tokens, the tokenizer and the model's configuration; beside/, the files beside the
-                       model's weights, for exports; run_id, by which ranks see that they share the folder
+                       model's weights, for exports; new_tokens.json, the tokens that the model's own tokenizer
+                       hasn't, where there are any; run_id, by which ranks see that they share the folder
   plan.yaml            the plan that was made where the configuration left it open, as a configuration of another run
   plan.txt             the planned order, which plan.yaml names
   metrics.jsonl        one line per start, step, validation and checkpoint
@@ -52,6 +53,7 @@ class RunFolder:
         self.config = path / "config.yaml"
         self.inputs = path / "inputs"
         self.beside = self.inputs / "beside"
+        self.new_tokens = self.inputs / "new_tokens.json"
         self.run_id = self.inputs / "run_id"
         self.reference = path / "reference.safetensors"
         self.plan = path / "plan.yaml"

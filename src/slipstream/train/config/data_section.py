@@ -133,8 +133,8 @@ class DataSection(SourceSection):
     """The template by which messages become text: a file in Jinja, or a name, whose special tokens the tokenizer then
     gets and whose end of a turn becomes the end of text. Default: the tokenizer's own."""
     special_tokens: list[str] = Field(default=[])
-    """Tokens that the tokenizer gets in addition, such as `['<|im_start|>', '<|im_end|>']`. Where the model has no rows
-    for them, its embedding and head get new ones, each the mean of the others."""
+    """Tokens that the tokenizer gets in addition, such as `['<|im_start|>', '<|im_end|>']`. Their rows in the embedding
+    and the head, new ones or padding that was there, are the mean of the rows of the model's own tokens."""
     end_of_text: str | None = None
     """The token that ends a text, at which the exported model stops: one of the tokenizer's or of `special_tokens`.
     Default: the tokenizer's own."""

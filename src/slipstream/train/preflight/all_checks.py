@@ -18,7 +18,7 @@ from transformers import AutoConfig
 from slipstream.checkpoint import CheckpointFolder, DamagedError, Manifest, SavedCheckpoint, find_best, require_best
 from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress, flat_settings, has_launcher
-from slipstream.model import dropout_rates, meta_model
+from slipstream.model import NewTokens, dropout_rates, meta_model
 from slipstream.options import SHARED_WORK
 from slipstream.pipeline.saving import describe_model
 from slipstream.pipeline.weights import copy_beside, read_generation, write_generation
@@ -56,6 +56,7 @@ class RunInputs:
     model_config: Any  # transformers.PretrainedConfig
     text: PreparedText
     is_finished: bool  # the run was resumed after its last step, and its model is there
+    new_tokens: NewTokens | None = None
 
     def write(self) -> None:
         """Makes the run folder with `inputs/` inside, and removes an earlier run's files unless it is resumed.
@@ -89,6 +90,9 @@ class RunInputs:
                         Path(str(model.path)), beside, None if self.config.has_models_tokenizer else is_of_tokenizer
                     )
                 self.text.tokenizer.save_pretrained(part)
+                if self.new_tokens is not None:
+                    file = part / folder.new_tokens.name
+                    file.write_text(json.dumps(self.new_tokens._asdict()), encoding="utf-8")
                 save_texts(self.text.train, part, "train")
                 save_texts(self.text.validation, part, "validation")
                 if folder.inputs.exists():
@@ -114,7 +118,7 @@ def preflight(config: Config, progress: Progress) -> RunInputs:
             f"training.output={config.training.output} can't be read: {error.strerror}; name a folder of your own"
         ) from error
     model_config = load_model_config(config.model)
-    add_vocabulary(config, model_config, progress)
+    new_tokens = add_vocabulary(config, model_config, progress)
     config = first_mesh(config, model_config)
     check_model(config, model_config, progress)
     if rates := _rates_without_effect(config, model_config):
@@ -131,7 +135,7 @@ def preflight(config: Config, progress: Progress) -> RunInputs:
     has_reference = config.preference is not None and config.preference.has_reference
     if has_reference and not is_finished and find_saved(config) is not None:
         check_reference(config, {"train": text.train, "validation": text.validation})
-    return RunInputs(config, model_config, text, is_finished)
+    return RunInputs(config, model_config, text, is_finished, new_tokens)
 
 
 def _rates_without_effect(config: Config, model_config: Any) -> str:

@@ -54,11 +54,11 @@ def load_model_config(model: ModelSection) -> Any:
 
 
 def check_new_rows(config: Config, model_config: Any, number: int) -> None:
-    """Raises SlipstreamError where the embedding and the head can't have rows for `number` tokens, or where an adapter
-    would leave the new ones as they are."""
-    had = model_config.get_text_config().vocab_size
+    """Raises SlipstreamError where the rows of `number` new tokens, in padding or added to it, can't all be made, as
+    there are others than those of the embedding and the head, or where they would stay as they are: frozen, or beneath
+    an adapter."""
     grown = copy.deepcopy(model_config)
-    set_vocab_size(grown, number)
+    set_vocab_size(grown, model_config.get_text_config().vocab_size + 1)
     before, after = meta_model(model_config), meta_model(grown)
     shapes = {name: tensor.shape for name, tensor in before.state_dict().items()}
     ends = {id(table) for table in (after.get_input_embeddings(), after.get_output_embeddings())}
@@ -66,9 +66,16 @@ def check_new_rows(config: Config, model_config: Any, number: int) -> None:
     for name, tensor in after.state_dict().items():
         if tensor.shape != shapes.get(name) and name.rpartition(".")[0] not in tables:
             raise SlipstreamError(
-                f"data.special_tokens: {number - had} of the tokens are new to {type(after).__name__}, which has rows "
+                f"data.special_tokens: {number} of the tokens are new to {type(after).__name__}, which has rows "
                 f"by token in {name} too, where they can't be added; use tokens that the tokenizer has"
             )
+    frozen = {*find_frozen(before, config.model.freeze, "model.freeze")} if config.model.freeze else {}
+    if stay := [name for name in tables if f"{name}.weight" in frozen]:
+        raise SlipstreamError(
+            f"data.special_tokens: {number} of the tokens are new to the model, and their rows would stay as they are, "
+            f"as model.freeze={config.model.freeze} has {stay[0]}; leave it out there, or use tokens that the "
+            "tokenizer has"
+        )
     if config.lora is None:
         return
     copied = tuple(config.lora.peft_config(str(config.model.path)).modules_to_save or ())
@@ -77,12 +84,12 @@ def check_new_rows(config: Config, model_config: Any, number: int) -> None:
     names = ", ".join(sorted(name.rpartition(".")[2] for name in tables))
     if after.all_tied_weights_keys:
         raise SlipstreamError(
-            f"data.special_tokens: {number - had} of the tokens are new to the model, whose embedding is its head, and "
+            f"data.special_tokens: {number} of the tokens are new to the model, whose embedding is its head, and "
             "an adapter can't train such a weight. Use tokens that the tokenizer has, such as those of "
             "--data.chat_template=zephyr, or train all weights"
         )
     raise SlipstreamError(
-        f"data.special_tokens: {number - had} of the tokens are new to the model, and an adapter leaves their rows as "
+        f"data.special_tokens: {number} of the tokens are new to the model, and an adapter leaves their rows as "
         f"they are. Train these along with it: --lora.modules_to_save=[{names}]"
     )
 

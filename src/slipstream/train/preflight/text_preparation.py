@@ -9,7 +9,7 @@ from typing import Any
 
 from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress
-from slipstream.model import longest_sequence, set_vocab_size
+from slipstream.model import NewTokens, longest_sequence, set_vocab_size
 from slipstream.pipeline.weights import read_generation
 from slipstream.train import data
 from slipstream.train.config import Config, SampleSection, SourceSection
@@ -148,19 +148,46 @@ def named_tokenizer(config: Config) -> Any | None:
     return with_special_tokens(tokenizer, config.data)
 
 
-def add_vocabulary(config: Config, model_config: Any, progress: Progress) -> None:
-    """Gives `model_config` rows for the special tokens that a tokenizer gets in addition.
+def add_vocabulary(config: Config, model_config: Any, progress: Progress) -> NewTokens | None:
+    """Gives `model_config` rows for the special tokens that a tokenizer gets in addition, and returns the tokens that
+    are new to a pretrained model: special tokens and the end of text that its own tokenizer hasn't. Rows of theirs that
+    are there already are padding. None where there are none.
 
     Raises SlipstreamError where they can't be trained.
     """
-    if not special_tokens(config.data) or (tokenizer := named_tokenizer(config)) is None:
-        return
-    had, vocab_size = model_config.get_text_config().vocab_size, len(tokenizer)
-    if vocab_size <= had:
-        return
-    check_new_rows(config, model_config, vocab_size)
+    special = special_tokens(config.data)
+    is_own = not special and (config.data.tokenizer is None or config.has_models_tokenizer)
+    tokenizer = None if is_own else named_tokenizer(config)
+    if tokenizer is None:
+        return None
+    had = model_config.get_text_config().vocab_size
+    vocab_size = max(had, len(tokenizer)) if special else had
+    known = {*range(had)}
+    if config.model.pretrained:
+        known &= {*_own_tokenizer(config).get_vocab().values()}
+    ends = [] if tokenizer.eos_token is None else [tokenizer.eos_token]
+    ids = {int(number) for number in tokenizer.convert_tokens_to_ids([*special, *ends])} - known
+    new = sorted(number for number in ids if number < vocab_size)
+    if not new:
+        return None
+    check_new_rows(config, model_config, len(new))
     set_vocab_size(model_config, vocab_size)
-    progress.say(f"special tokens: {vocab_size - had} new rows of the embedding and the head, the means of the others")
+    in_padding = sum(number < had for number in new)
+    rows = [f"{in_padding} rows of padding"] * (in_padding > 0)
+    rows += [f"{vocab_size - had} new rows"] * (vocab_size > had)
+    progress.say(f"special tokens: {' and '.join(rows)} of the embedding and the head: means of the model's own tokens'")
+    return NewTokens(tuple(new), max(known) + 1) if config.model.pretrained else None
+
+
+def _own_tokenizer(config: Config) -> Any:
+    """Returns the pretrained model's own tokenizer; the one of `data.tokenizer` where its folder has none."""
+    path, trusts_code = str(config.model.path), config.model.trust_remote_code
+    try:
+        return data.load_tokenizer(path, trusts_code)
+    except SlipstreamError:
+        if config.data.tokenizer is None:
+            raise
+        return data.load_tokenizer(config.data.tokenizer)
 
 
 def stop_tokens(config: Config, model_config: Any) -> list[int]:
