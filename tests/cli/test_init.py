@@ -309,6 +309,25 @@ def test_the_cores_here_get_as_many_processes_as_are_planned_for(ran: Ran) -> No
     assert load_config(ran.config).num_processes == int(number[1])
 
 
+def test_documents_of_which_no_share_is_enough_are_all_trained_on(place: Path, tmp_path: Path) -> None:
+    (tmp_path / "two").mkdir()
+    (tmp_path / "two" / "long.txt").write_text("shout owl " * 600)
+    (tmp_path / "two" / "short.txt").write_text("shout owl")
+    for more, held_out, said in (
+        ([], 0.0, "no validations: of 2 documents no share is enough for one; hold a file out with --data.validation="),
+        (["--training.eval_every=5"], 0.05, ""),
+        ([f"--data.validation={tmp_path / 'two' / 'long.txt'}"], 0.05, ""),
+    ):
+        result = init("model", tmp_path / "two", "--output=two.yaml", *more)
+        assert result.exit_code == 0, result.exception
+        assert ("no validations" in result.output) == bool(said)
+        assert said in " ".join(result.output.split())
+        settings = yaml.safe_load(Path("two.yaml").read_text())
+        assert settings["data"]["validation_fraction"] == held_out
+        assert ("eval_every" in settings["training"]) != bool(said)
+        Path("two.yaml").unlink()
+
+
 def test_a_gpu_is_known_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of which there is none here: what torch says of four is put in its place."""
     facts = {"is_available": True, "device_count": 4, "is_bf16_supported": True}

@@ -71,15 +71,24 @@ class TrainingChoice:
     steps: int
     passes: float  # over the data
     warmup_steps: int
-    eval_every: int  # 0: the data is too little to hold some out
+    eval_every: int  # steps; 0 for no validations, where the data is too little to hold some out
     held_out: float  # share of the documents
     num_longer: int  # documents that a sequence has no room for
 
 
 def choose_training(
-    purpose: Purpose, sizes: DataSizes, longest: int | None, is_packed: bool, given: Mapping[str, Any]
+    purpose: Purpose,
+    sizes: DataSizes,
+    longest: int | None,
+    is_packed: bool,
+    given: Mapping[str, Any],
+    has_validation: bool = False,
 ) -> TrainingChoice:
-    """Returns the numbers of a training; `longest` are the model's positions, `given` the settings already chosen."""
+    """Returns the numbers of a training; `longest` are the model's positions, `given` the settings already chosen.
+
+    Where no share of the data is enough for a validation, none is held out, unless validations are `given`. With
+    `has_validation` other data is.
+    """
     seq_len = given.get("seq_len") or choose_length(sizes, longest, is_packed)
     are_alone = not is_packed  # each is a sequence
     num_sequences = max(1, sizes.number if are_alone else sizes.num_tokens // seq_len)
@@ -96,8 +105,8 @@ def choose_training(
         steps=steps,
         passes=steps / each_pass,
         warmup_steps=min(steps // 20, 1000),
-        eval_every=0 if enough is None else max(1, steps // 5),
-        held_out=_FRACTIONS[0] if enough is None else enough,
+        eval_every=max(1, steps // 5) if enough or has_validation else 0,
+        held_out=enough or (_FRACTIONS[0] if "eval_every" in given or has_validation else 0.0),
         num_longer=0 if purpose.is_text and is_packed else int((sizes.lengths > seq_len).sum()),
     )
 

@@ -78,7 +78,13 @@ def write_config(model: str, data: str, output: Path, given: Mapping[str, Any], 
         _check(parts, first.model_config)
     head = [f"Written by `slipstream init {model} {data}`. Lines such as `# key: value` are settings to try: uncomment"]
     head += ["one to use it. All settings are in docs/configuration.md.", "", f"slipstream train {output}"]
-    return WrittenConfig(config_text(head, parts), (*_lines(choices),))
+    lines = [*_lines(choices)]
+    if not (choices.training.eval_every or "eval_every" in given.get("training", {})):
+        lines.append(
+            f"no validations: of {plural(sizes.number, choices.noun.removesuffix('s'))} no share is enough for one; "
+            "hold a file out with --data.validation=held-out.jsonl --training.eval_every=10"
+        )
+    return WrittenConfig(config_text(head, parts), (*lines,))
 
 
 @dataclass(frozen=True)
@@ -135,7 +141,8 @@ def _choose(first: _FirstReading, found: DataChoice, sizes: DataSizes, given: Ma
     is_large = first.num_parameters * _TRAINED_BYTES > _SHARE * machine.device.memory * machine.num_devices
     is_adapter = "lora" in given or (is_large and not from_random and find_spec("peft") is not None)
     purpose = Purpose(found.are_pairs, found.is_text, from_random, is_adapter, first.num_parameters)
-    training = choose_training(purpose, sizes, longest, is_packed, given.get("training", {}))
+    has_file = "validation" in given.get("data", {})
+    training = choose_training(purpose, sizes, longest, is_packed, given.get("training", {}), has_file)
     check_length(first.model_config, training.seq_len, "training.seq_len")
     if is_packed and check_sliceable(first.model_config).longest_packed < training.seq_len:
         is_packed = False  # documents would influence each other
@@ -262,7 +269,7 @@ def _data(choices: Choices) -> ConfigPart:
     settings = [*_used(data.settings, vocab_size="of a tokenizer that is trained on the text, as the model has none")]
     if not choices.is_packed and not data.are_pairs:
         settings.append(Setting("packing", "none", "each document is a sequence, as packed ones would see each other"))
-    share = f"share of the {choices.noun} that is held out"
+    share = f"share of the {choices.noun} that is held out" + ("" if training.held_out else ": they are too few")
     settings.append(Setting("validation_fraction", training.held_out, share))
     settings.append(_tip("validation", "held-out.jsonl", "a file to hold out instead"))
     if data.opened.has_messages:
