@@ -17,6 +17,7 @@ from slipstream.launch import Progress
 from slipstream.train.config import DataSection, SourceSection
 from slipstream.train.data import load_tokenizer, read_documents
 from slipstream.train.data.open_source import OpenSource
+from slipstream.train.data.streams import RowStream
 from slipstream.train.data.tokenised_text import END_OF_DOCUMENT, tokenise, train_tokenizer
 
 SUFFIXES = [".txt", ".jsonl", ".json", ".csv", ".parquet"]
@@ -96,6 +97,19 @@ def test_tables_among_files_and_in_folders(tmp_path: Path) -> None:
     (tmp_path / "broken.jsonl").write_text('{"text": 1}\n{')
     with pytest.raises(SlipstreamError, match=r"data.files=.*broken.jsonl, line 2 isn't JSON"):
         read_documents(DataSection(files=[*files, tmp_path / "broken.jsonl"]), pytest.fail)
+
+
+@pytest.mark.parametrize("where", ["file", "folder", "dataset", "stream"])
+def test_a_byte_order_mark_is_no_token(where: str, tmp_path: Path) -> None:
+    path = tmp_path / "data.txt"
+    path.write_text("first\n", encoding="utf-8-sig")
+    if where in ("file", "folder"):
+        source = DataSection(files=[path if where == "file" else tmp_path])
+        assert [*read_documents(source, pytest.fail)] == ["first\n"]
+    elif where == "dataset":
+        assert [*read_documents(DataSection(dataset=str(path)), pytest.fail)] == ["first"]
+    else:
+        assert [row["text"] for row in RowStream(DataSection(dataset=str(path)), 9).next_block()[1]] == ["first"]
 
 
 def test_cells_of_a_csv_file_are_texts(tmp_path: Path) -> None:

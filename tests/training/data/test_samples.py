@@ -12,6 +12,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from rich.console import Console
+from tokenizers.processors import TemplateProcessing
 
 from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress
@@ -64,6 +65,14 @@ def tokenise(tmp_path: Path, tokenizer: Any) -> Tokenise:
         return source.tokenise(tokenizer, ChatTemplate(tokenizer) if source.has_messages else None, seq_len, progress)
 
     return run
+
+
+def with_begin_token() -> Any:
+    """A tokenizer that begins every text with <s>."""
+    made = train_tokenizer(["what is it", "a fox"] * 3, 290, Progress(None), ["<s>"])
+    made.bos_token = "<s>"
+    made.backend_tokenizer.post_processor = TemplateProcessing("<s> $A", special_tokens=[("<s>", made.bos_token_id)])
+    return made
 
 
 def counted(text: TokenisedText, tokenizer: Any, index: int = 0) -> str:
@@ -156,14 +165,60 @@ def test_turns_that_the_template_writes_otherwise_at_the_end_are_refused(tokenis
 
 def test_a_completion_counts_and_its_prompt_begins_as_a_generation_would(tokenise: Tokenise, tokenizer: Any) -> None:
     rows = [{"prompt": "what is", "completion": " it"}, {"prompt": "wha", "completion": "t"}]
-    text = tokenise(rows)
+    said: list[str] = []
+    text = tokenise([*rows, rows[1]], say=said.append)
+    (line,) = said
+    assert "such as 'wha' and 't', would share a token: they are tokenised apart" in line
     assert counted(text, tokenizer) == " it" + END
     assert counted(text, tokenizer, 1) == "t" + END
     assert len(tokenizer("what")["input_ids"]) < len(text.document(1)) - 1  # which would be half prompt
     for index, row in enumerate(rows):
         prompt = tokenizer(row["prompt"])["input_ids"]
         assert text.document(index)[: len(prompt)].tolist() == prompt
-    assert counted(tokenise(rows, loss="all"), tokenizer) == "what is it" + END
+    joined = tokenise(rows, loss="all")
+    assert counted(joined, tokenizer) == "what is it" + END
+    assert counted(joined, tokenizer, 1) == "what" + END
+    assert joined.document(1).tolist() == [*tokenizer("what")["input_ids"], tokenizer.eos_token_id]
+
+
+def test_answers_to_a_prompt_whose_tokens_they_share_are_named(tmp_path: Path, tokenizer: Any) -> None:
+    rows = [{"prompt": "wha", "chosen": "t", "rejected": " fox"}, {"prompt": "wha", "chosen": "ts", "rejected": "t"}]
+    file = write(rows, tmp_path / "rows.jsonl")
+    said: list[str] = []
+    progress = Progress(None)
+    progress.warn = said.append  # type: ignore[method-assign]
+    OpenSource.of(SourceSection(dataset=str(file)), pytest.fail, "pairs").tokenise(tokenizer, None, 50, progress)
+    assert len(said) == 1
+    assert "such as 'wha' and 't', would share a token" in said[0]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "<s>what is", "completion": " it"},
+        {"text": "<s>what is it"},
+        {"messages": [{"role": "user", "content": "<s>what is it"}, TURNS[1]]},
+    ],
+    ids=["prompt", "text", "messages"],
+)
+def test_two_begin_tokens_are_warned_of(row: dict[str, Any], tmp_path: Path) -> None:
+    tokenizer = with_begin_token()
+    tokenizer.chat_template = "{{ bos_token }}{% for each in messages %}{{ each.content }}{{ eos_token }}{% endfor %}"
+
+    def warnings(row: dict[str, Any]) -> list[str]:
+        said: list[str] = []
+        progress = Progress(None)
+        progress.warn = said.append  # type: ignore[method-assign]
+        source = OpenSource.of(
+            SourceSection(dataset=str(write([row, row], tmp_path / "rows.jsonl")), loss="all"), print
+        )
+        text = source.tokenise(tokenizer, ChatTemplate(tokenizer) if source.has_messages else None, 50, progress)
+        assert text.document(0)[0] == tokenizer.bos_token_id
+        return said
+
+    assert warnings(json.loads(json.dumps(row).replace("<s>", ""))) == []
+    (said,) = warnings(row)
+    assert "2 of the first 2 documents begin with two <s>: the tokenizer begins each with one, which the text" in said
 
 
 def test_a_completion_of_messages(tokenise: Tokenise, tokenizer: Any) -> None:
@@ -408,7 +463,7 @@ def test_a_tokenizer_without_a_template(tokenizer: Any, tmp_path: Path) -> None:
         ChatTemplate(tokenizer)
     with pytest.raises(SlipstreamError, match=r"can't read data.chat_template="):
         ChatTemplate(tokenizer, tmp_path / "none.jinja")
-    (tmp_path / "chat.jinja").write_text(PLAIN)
+    (tmp_path / "chat.jinja").write_text(PLAIN, encoding="utf-8-sig")  # whose mark is no token
     ChatTemplate(tokenizer, tmp_path / "chat.jinja")
     assert tokenizer.chat_template == PLAIN  # which an export has
 

@@ -103,7 +103,7 @@ class ChatTemplate:
             tokenizer.chat_template = named.text
         elif given is not None:
             try:
-                tokenizer.chat_template = Path(given).read_text(encoding="utf-8")
+                tokenizer.chat_template = Path(given).read_text(encoding="utf-8-sig")
             except (OSError, UnicodeDecodeError) as error:
                 names = ", ".join(NAMED_TEMPLATES)
                 raise SlipstreamError(

@@ -19,7 +19,7 @@ from slipstream.train.data.samples import (
     tokenise_samples,
 )
 from slipstream.train.data.sources import Documents, read_documents, read_rows, with_given_keys
-from slipstream.train.data.tokenised_text import TokenisedText, check_known, tokenise
+from slipstream.train.data.tokenised_text import TokenisedText, check_known, find_double_begin, tokenise
 from slipstream.units import plural
 
 
@@ -112,15 +112,21 @@ class OpenSource:
         """
         if isinstance(self.rows, Documents):
             text = tokenise(tokenizer, self.rows, progress, self.rows.num_characters)
-            check_known(text, tokenizer, self.source.name)
-            return text
-        reader = SampleReader(self.source, self.form, self.loss, tokenizer, template)
-        with progress.counting("tokenising", total=len(self.rows)) as show:
-            rows = with_given_keys(self.rows, self.rows.features)
-            text = tokenise_samples(rows, reader, self.source.name, seq_len, progress.warn, show)
+        else:
+            reader = SampleReader(self.source, self.form, self.loss, tokenizer, template)
+            with progress.counting("tokenising", total=len(self.rows)) as show:
+                rows = with_given_keys(self.rows, self.rows.features)
+                text = tokenise_samples(rows, reader, self.source.name, seq_len, progress.warn, show)
         if self.form != "tokens":
-            check_known(text, tokenizer, self.source.name)
+            check_tokenised(text, tokenizer, self.source.name, progress)
         return text
+
+
+def check_tokenised(text: TokenisedText, tokenizer: Any, name: str, progress: Progress) -> None:
+    """Raises SlipstreamError where the tokenizer doesn't know the text of a source. Warns of two begin tokens."""
+    check_known(text, tokenizer, name)
+    if doubled := find_double_begin(text, tokenizer):
+        progress.warn(f"{name}: {doubled}")
 
 
 def is_list(feature: Any) -> bool:

@@ -25,6 +25,9 @@ _NULL, _EMPTY, _EQUAL = "without content (null)", "empty", "with equal answers"
 _NOTHING, _FULL = "in which no token counts", "with no room for an answer after the prompt"
 
 
+_OF_SEAM = 12  # characters of a prompt's end, and of its completion's beginning, that are shown
+
+
 class UnusableRowError(Exception):
     """A row that can't be trained on, and why."""
 
@@ -38,6 +41,9 @@ class SampleReader:
         start = tokenizer("")["input_ids"]
         self._adds_end = bool(start) and start[-1] == tokenizer.eos_token_id and len(start) > 1
         self.are_pairs, self.are_rated = form == "pairs", form == "rated"
+        self.seam: str | None = None
+        """Where in the rows so far the texts of a prompt and a completion would share a token, and are tokenised apart:
+        the end of the first such prompt, and the beginning of its completion."""
 
     def read(self, row: Mapping[str, Any], seq_len: int) -> tuple[list[Sample], bool]:
         """Returns the tokens and labels of a row's documents up to `seq_len` tokens, and whether one was cut there.
@@ -99,12 +105,15 @@ class SampleReader:
         return tokens, [False] * begin + [True] * (len(tokens) - begin)
 
     def _text_completion(self, prompt: str, completion: str) -> tuple[list[int], list[bool]]:
-        """Returns the prompt's tokens, as a generation would begin with them, and those of the completion."""
+        """Returns the prompt's tokens, as a generation would begin with them, and those of the completion. Where all
+        count, which are learnt as one text, they are tokenised as one."""
         if self._loss == "assistant":
             raise SlipstreamError("data.loss=assistant needs messages, but prompt and completion are texts")
         begin, whole = self._ids(prompt), self._ids(prompt + completion)
-        if whole[: len(begin)] != begin:  # a token would be half of the prompt and half of the completion
+        if whole[: len(begin)] != begin and self._loss != "all":
+            # A token would be half of the prompt and half of the completion, which a generation never begins with.
             whole = begin + self._tokenizer(completion, add_special_tokens=False)["input_ids"]
+            self.seam = self.seam or f"{prompt[-_OF_SEAM:]!r} and {completion[:_OF_SEAM]!r}"
         end = self._tokenizer.eos_token_id
         tokens = whole if end is None or whole[-1] == end else [*whole, end]
         num_prompt = 0 if self._loss == "all" else len(begin)
@@ -205,7 +214,7 @@ def _other_prompts(prompts: Array) -> Array:
     count = sizes[most]
     rest = len(prompts) - count
     taken = np.concatenate([order[count + np.arange(-count, 0) % rest], order[:rest]])
-    others = np.empty_like(taken)
+    others: Array = np.empty_like(taken)
     others[order] = taken
     return others
 
@@ -446,7 +455,7 @@ def read_samples(
     Raises:
         SlipstreamError: with the number of the row, where one hasn't the form of the others.
     """
-    writer, left_out, num_cut = DocumentWriter(), dict[str, list[int]](), 0
+    writer, left_out, num_cut, seam = DocumentWriter(), dict[str, list[int]](), 0, reader.seam
     rated, row_number = _RatedWriter(seq_len), 0
     for row_number, row in enumerate(rows, start=1):
         try:
@@ -463,7 +472,14 @@ def read_samples(
             for document in documents if not ratings else ():
                 writer.add(*(np.asarray(column, dtype=np.int32) for column in document))
         show(row_number)
-    report = "; ".join(_report(left_out, num_cut, row_number, reader.are_pairs, seq_len))
+    reports = [*_report(left_out, num_cut, row_number, reader.are_pairs, seq_len)]
+    if seam is None and reader.seam is not None:  # else said of an earlier block of the rows
+        reports.append(
+            f"the end of a prompt and the beginning of its completion, such as {reader.seam}, would share a token: "
+            "they are tokenised apart, as a generation begins after the prompt's own tokens. Let prompts end where a "
+            "token does, as before a blank, so that both are written as in other texts"
+        )
+    report = "; ".join(reports)
     if reader.are_rated:
         try:
             return rated.finish(), report

@@ -110,6 +110,8 @@ def read_rows(config: SourceSection, streaming: bool = False) -> Any:
             builder = _BUILDERS[files[0].suffix]
             if builder == "csv":
                 options |= _as_texts(files)
+            elif builder == "text":
+                options["encoding"] = "utf-8-sig"  # as the other builders leave out a byte order mark
             options |= {} if streaming else {"cache_dir": str(_cache_of(files))}
             rows = load_dataset(builder, data_files=[str(file) for file in files], split="train", **options)
             if streaming and rows.features is None and any(file.suffix == ".json" for file in files):
@@ -254,7 +256,7 @@ def _standard_library() -> list[Path]:
 
 def _read_file(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")  # without a byte order mark
     except UnicodeDecodeError as error:
         raise SlipstreamError(
             f"{path} isn't UTF-8 text (byte {error.start}); convert it, or leave it out of data.files"

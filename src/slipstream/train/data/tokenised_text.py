@@ -16,6 +16,7 @@ import numpy as np
 from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress
 from slipstream.model import IGNORED
+from slipstream.units import plural
 
 Array = np.ndarray[Any, Any]
 _KEPT = 2**25  # bytes in memory, before they are written
@@ -285,6 +286,22 @@ def check_known(text: TokenisedText, tokenizer: Any, name: str) -> None:
             f"the tokenizer {tokenizer.name_or_path!r} doesn't know the text of {name}: {gaps}; use one that was made "
             "for such text"
         )
+
+
+_DOCUMENTS = 100  # whose beginnings are looked at
+
+
+def find_double_begin(text: TokenisedText, tokenizer: Any) -> str:
+    """Returns which of the first documents begin with two begin tokens, as where the text has one and the tokenizer
+    adds another; "" where none does."""
+    begin, number = tokenizer.bos_token_id, min(_DOCUMENTS, text.num_documents)
+    doubled = sum(text.document(index)[:2].tolist() == [begin, begin] for index in range(number))
+    if not doubled:
+        return ""
+    return (
+        f"{doubled:,} of the first {plural(number, 'document')} begin with two {tokenizer.bos_token}: the tokenizer "
+        "begins each with one, which the text, or the chat template, has already; leave it out there"
+    )
 
 
 def train_tokenizer(

@@ -20,10 +20,9 @@ from slipstream.train.data.chat_templates import (
     special_tokens,
     with_special_tokens,
 )
-from slipstream.train.data.open_source import WITH_ANSWERS, OpenSource, find_form, find_loss
+from slipstream.train.data.open_source import WITH_ANSWERS, OpenSource, check_tokenised, find_form, find_loss
 from slipstream.train.data.samples import SampleReader, read_samples, show_example
 from slipstream.train.data.streams import MixedStreams, RowStream, stream_sequences
-from slipstream.train.data.tokenised_text import check_known
 from slipstream.train.preflight.model_checks import check_new_rows, load_model_config
 from slipstream.units import plural
 
@@ -106,7 +105,7 @@ def _open_stream(
             f"{plural(len(stream.first_text.tokens), 'token')} in {plural(stream.num_sequences, 'sequence')}"
         )
         if stream.origin["form"] != "tokens":
-            check_known(stream.first_text, tokenizer, source.name)
+            check_tokenised(stream.first_text, tokenizer, source.name, progress)
     chats = [stream.first_text for stream in streams if stream.origin["form"] in WITH_ANSWERS]
     return sequences, [stream.first_text for stream in streams], chats
 
@@ -175,7 +174,8 @@ def add_vocabulary(config: Config, model_config: Any, progress: Progress) -> New
     in_padding = sum(number < had for number in new)
     rows = [f"{in_padding} rows of padding"] * (in_padding > 0)
     rows += [f"{vocab_size - had} new rows"] * (vocab_size > had)
-    progress.say(f"special tokens: {' and '.join(rows)} of the embedding and the head: means of the model's own tokens'")
+    where = f"{' and '.join(rows)} of the embedding and the head"
+    progress.say(f"special tokens: {where}, the means of those of the model's own tokens")
     return NewTokens(tuple(new), max(known) + 1) if config.model.pretrained else None
 
 
