@@ -7,9 +7,9 @@
                                                                # results/random_meshes.json
 
 A case is drawn from its number alone, as a user from outside would combine things: a causal LM, what was done to it, or
-layers of one's own; schedule, stages, slices, microbatches, documents, adapters, memory, ranks in one process or
-several processes. It is exact, refused by name, silently different, or ends in a raw error. Seeds that once found a
-fault are kept in `kept_seeds.txt` and come first.
+layers of one's own; schedule, stages, slices, microbatches, documents, adapters, memory, preferences, ranks in one
+process or several processes. It is exact, refused by name, silently different, or ends in a raw error. Seeds that once
+found a fault are kept in `kept_seeds.txt` and come first.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ from benchmarks.random_exactness.comparison import (
     train,
 )
 from benchmarks.random_exactness.cuts import PREFIX, Family, Place, place_of
+from benchmarks.random_exactness.preferences import PreferenceCase
 from benchmarks.random_exactness.sequences import SequenceCase
 from benchmarks.random_exactness.trainers import TrainerCase
 from benchmarks.zoo.outcomes import Verdict
@@ -183,11 +184,11 @@ def try_case(seed: str, send: Send, rank: int, folder: str) -> None:
 def outcome(seed: str, place: Place, rank: int, store: str, send: Send) -> Row:
     """Returns the verdict on one rank of a case; `store` is a path for the files of its ranks, by which they also meet
     unless they are in a group already. Raises what the Pipeline raises."""
-    if place.family is Family.TRAINER:
-        trainer = TrainerCase(seed, place)
-        send({"axes": trainer.axes})
+    if place.family in (Family.TRAINER, Family.PREFERENCES):
+        alone = TrainerCase(seed, place) if place.family is Family.TRAINER else PreferenceCase(seed, place)
+        send({"axes": alone.axes})
         with full_precision():
-            return _verdict(*trainer.compare(), BOUND)
+            return _verdict(*alone.compare(), BOUND)
     kind: Any = CausalCase if place.family is Family.CAUSAL else SequenceCase
     case = None
     try:

@@ -159,7 +159,7 @@ class CausalCase:
             with torch.random.fork_rng(devices=[]):
                 model = self.build()
                 if self.trained == "adapter" and not isinstance(model, peft.PeftModel):
-                    model = _adapted(model, self.adapter_seed)
+                    model = adapted(model, self.adapter_seed)
             if self.trained == "frozen":
                 names = [name for name, _ in model.named_parameters() if fnmatch.fnmatch(name, self.pattern)]
                 for name, parameter in model.named_parameters():
@@ -481,7 +481,7 @@ def _set_dropout(config: PretrainedConfig) -> bool:
     return found
 
 
-def _adapted(model: Any, seed: int) -> nn.Module:
+def adapted(model: Any, seed: int, dropout: float = 0.0) -> nn.Module:
     """Returns the model with a LoRA adapter of some of its linear layers, all of whose weights are drawn."""
     dice = random.Random(seed)
     head = model.get_output_embeddings()
@@ -493,7 +493,7 @@ def _adapted(model: Any, seed: int) -> nn.Module:
         }
     )
     targets: Any = dice.sample(names, dice.randint(1, len(names))) if names and happens(dice, 0.6) else "all-linear"
-    settings: dict[str, Any] = {"r": 2, "target_modules": targets, "task_type": "CAUSAL_LM"}
+    settings: dict[str, Any] = {"r": 2, "target_modules": targets, "task_type": "CAUSAL_LM", "lora_dropout": dropout}
     if happens(dice, 0.2) and not any(True for _ in expert_modules(model)):  # PEFT hasn't it of their weights
         settings["use_dora"] = True
     if happens(dice, 0.2):
@@ -502,8 +502,8 @@ def _adapted(model: Any, seed: int) -> nn.Module:
         settings["bias"] = "all"
     torch.manual_seed(seed)
     with quiet_peft():
-        adapted = peft.get_peft_model(model, peft.LoraConfig(**settings), autocast_adapter_dtype=False).double()
-    for parameter in adapted.parameters():
+        wrapped = peft.get_peft_model(model, peft.LoraConfig(**settings), autocast_adapter_dtype=False).double()
+    for parameter in wrapped.parameters():
         if parameter.requires_grad:
             parameter.data += 0.1 * torch.randn(parameter.shape, dtype=torch.float64)
-    return adapted.train()
+    return wrapped.train()

@@ -32,6 +32,7 @@ class Family(Enum):
     CAUSAL = "causal LM"
     SEQUENCE = "nn.Sequential"
     TRAINER = "SlipstreamTrainer"
+    PREFERENCES = "preferences"
 
 
 @dataclass(frozen=True)
@@ -77,8 +78,11 @@ def place_of(seed: str) -> Place:
     if seed.startswith(PREFIX):
         sizes = dict(zip(_AXES, dice.choice(_SHARING), strict=True))
         return Place(Family.CAUSAL, **sizes, has_processes=True)
-    family = dice.choices([*Family], [72, 22, 6])[0]
-    if family is Family.TRAINER or dice.random() < 0.7:
+    family = dice.choices([Family.CAUSAL, Family.SEQUENCE, Family.TRAINER], [72, 22, 6])[0]
+    # By dice of its own, so that other cases draw what they drew before there were any of preferences.
+    if happens(Dice(f"{seed} is of preferences"), 0.08):
+        family = Family.PREFERENCES
+    if family in (Family.TRAINER, Family.PREFERENCES) or dice.random() < 0.7:
         return Place(family, dice.choices([1, 2, 3, 4], [3, 5, 2, 2])[0])
     pp, dp, tp = dice.choice(_MESHES)
     if family is Family.SEQUENCE and tp > 1:

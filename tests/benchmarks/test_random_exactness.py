@@ -9,11 +9,13 @@ import sys
 import pytest
 import torch
 from benchmarks.random_exactness.__main__ import summary
-from benchmarks.random_exactness.comparison import Piped, largest_difference
+from benchmarks.random_exactness.comparison import BOUND, Piped, largest_difference
 from benchmarks.random_exactness.cuts import Dice, partition, parts, place_of
+from benchmarks.random_exactness.preferences import PreferenceCase
 from benchmarks.zoo.workers import Limits, Result, Send, run_forked
 
 from slipstream import Pipeline
+from slipstream.model.toy import float64_masks, full_precision, quiet_transformers
 from support.paths import ROOT
 
 
@@ -44,6 +46,15 @@ def test_a_changed_and_a_missing_gradient_show() -> None:
     assert abs(error - 1e-3) < 1e-12
     assert where == "gradients of step 1: 0.bias"
     assert found(weight=weight) == (float("inf"), "gradients of step 1: 0.bias is missing")
+
+
+@pytest.mark.parametrize("seed", ["10", "60", "51"], ids=["orpo", "kto", "kto of pairs"])
+def test_a_case_of_preferences_is_exact(seed: str) -> None:
+    """With dropout, which is switched off, and several answers to a prompt, none of which is taken for another's."""
+    with float64_masks(), quiet_transformers(), full_precision():
+        case = PreferenceCase(seed, place_of(seed))
+        error, where = case.compare()
+    assert error < BOUND, where
 
 
 @pytest.mark.more

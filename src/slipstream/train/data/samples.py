@@ -177,7 +177,7 @@ class _RatedWriter:
     def finish(self) -> TokenisedText:
         """Returns the text, to which no more can be added. Raises SlipstreamError where all answer one prompt."""
         answers, writer = self._answers.finish(has_labels=True), DocumentWriter()
-        others = _other_prompts(np.array(self._prompts)) if self._ratings else []
+        others: list[int] = _other_prompts(np.array(self._prompts)).tolist() if self._ratings else []
         for number, other in enumerate(others):
             labels, others_labels = answers.labels_of(number), answers.labels_of(other)
             begin, others_begin = _first_counted(labels), _first_counted(others_labels)
