@@ -192,3 +192,14 @@ def test_tokens_and_texts_are_left_alone(streams: bool, tmp_path: Path) -> None:
     assert warnings(tmp_path, "", rows, data={"streaming": streams}) == []
     assert check_turns(configured(tmp_path, "", rows)) is None
     assert warnings(tmp_path, "", [{"text": "<think></think>"}] * 9, data={"streaming": streams}) == []
+
+
+@pytest.mark.parametrize("kind", ["rated", "pairs"])
+def test_the_first_rows_may_all_answer_one_prompt(kind: str, tmp_path: Path) -> None:
+    """Of which alone KTO couldn't be trained."""
+    answers = {"chosen": [ANSWER], "rejected": [OTHER]} if kind == "pairs" else {"completion": [ANSWER], "label": True}
+    rows: list[dict[str, Any]] = [{"prompt": [QUESTION]} | answers] * 100
+    config = configured(tmp_path, "{{ message.content }}", rows, preference={"loss": "kto"})
+    found = check_turns(config)
+    assert found is not None
+    assert found[0].startswith(END)
