@@ -267,10 +267,10 @@ def switch_off_dropout(model: nn.Module) -> None:
     for module, name in [*random_rates(model)]:
         if "jitter" not in name:
             setattr(module, name, 0.0)
-    copies = dict[int, PretrainedConfig]()  # by the id of the configuration that modules share
+    copies = dict[int, PretrainedConfig]()  # the copies, by the id of the configuration that modules share
     for module in model.modules():
         for name, value in vars(module).items():
-            if "drop" in name and isinstance(value, dict):  # of adapters, by their names
+            if "drop" in name and isinstance(value, dict):  # the rates of adapters, by name
                 value.update({adapter: 0.0 for adapter, rate in value.items() if isinstance(rate, float)})
         config = vars(module).get("config")
         if isinstance(config, PretrainedConfig) and dropout_rates(config):

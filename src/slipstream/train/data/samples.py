@@ -162,7 +162,7 @@ class _RatedWriter:
 
     def __init__(self, seq_len: int) -> None:
         self._seq_len, self._answers = seq_len, DocumentWriter()
-        self._numbers = dict[bytes, int]()  # of each prompt, by the digest of its tokens
+        self._numbers = dict[bytes, int]()  # the numbers of prompts, by the digest of their tokens
         self._prompts = array("q")  # the number of each answer's prompt
         self._ratings: list[bool] = []
 
@@ -473,7 +473,8 @@ def read_samples(
                 writer.add(*(np.asarray(column, dtype=np.int32) for column in document))
         show(row_number)
     reports = [*_report(left_out, num_cut, row_number, reader.are_pairs, seq_len)]
-    if seam is None and reader.seam is not None:  # else said of an earlier block of the rows
+    # A stream's reader says it of its first block that has one.
+    if seam is None and reader.seam is not None:
         reports.append(
             f"the end of a prompt and the beginning of its completion, such as {reader.seam}, would share a token: "
             "they are tokenised apart, as a generation begins after the prompt's own tokens. Let prompts end where a "

@@ -111,7 +111,8 @@ def read_rows(config: SourceSection, streaming: bool = False) -> Any:
             if builder == "csv":
                 options |= _as_texts(files)
             elif builder == "text":
-                options["encoding"] = "utf-8-sig"  # as the other builders leave out a byte order mark
+                # The other builders leave out a byte order mark by themselves.
+                options["encoding"] = "utf-8-sig"
             options |= {} if streaming else {"cache_dir": str(_cache_of(files))}
             rows = load_dataset(builder, data_files=[str(file) for file in files], split="train", **options)
             if streaming and rows.features is None and any(file.suffix == ".json" for file in files):

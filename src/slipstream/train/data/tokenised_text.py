@@ -288,7 +288,7 @@ def check_known(text: TokenisedText, tokenizer: Any, name: str) -> None:
         )
 
 
-_DOCUMENTS = 100  # whose beginnings are looked at
+_DOCUMENTS = 100  # documents that are looked at
 
 
 def find_double_begin(text: TokenisedText, tokenizer: Any) -> str:

@@ -128,7 +128,8 @@ def check_turns(config: Config) -> list[str] | None:
     texts = []
     for (source, stream), form in zip(sources, forms, strict=True):
         if form in WITH_ANSWERS:
-            if form == "rated":  # the first rows may have one prompt, which is enough here
+            if form == "rated":
+                # Only a training needs answers to several prompts, which the first rows needn't have.
                 form = "pairs" if "chosen" in stream.columns else "prompt-completion"
             reader = SampleReader(source, form, find_loss(source, form), tokenizer, template)
             name, rows = stream.next_block()
