@@ -407,7 +407,11 @@ def _building_block(num_ranks: int, down: int, up: int, at_loss: int, at_turn: i
     end = back + ramp + 1 + at_turn  # I of stage 0
     passes = [((down * r, end - up * r), (loss - up * r, back + down * r)) for r in range(num_ranks)]
     stages = [lower for lower, _ in passes] + [upper for _, upper in reversed(passes)]
-    return _Block(*map(list, zip(*stages, strict=True)), max(starmap(_most_held, passes)))
+    return _Block(
+        forward=[forward for forward, _ in stages],
+        backward=[backward for _, backward in stages],
+        most_held=max(starmap(_most_held, passes)),
+    )
 
 
 def _most_held(lower: tuple[int, int], upper: tuple[int, int]) -> int:
