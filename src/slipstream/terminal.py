@@ -126,7 +126,7 @@ class LastingStream:
     def _redirect(self) -> None:
         for file in (self._file, Path(os.devnull)):
             with suppress(OSError):
-                descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+                descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)
                 os.dup2(descriptor, self._stream.fileno())
                 os.close(descriptor)
                 return

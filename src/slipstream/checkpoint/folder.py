@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,8 +24,10 @@ from typing import Any, NamedTuple
 from slipstream.checkpoint.files import DamagedError, sync_folder
 from slipstream.checkpoint.manifest import Manifest
 from slipstream.errors import SlipstreamError
+from slipstream.own_files import OwnFolder
 
 _COMPLETE = re.compile(r"step-(\d{8,})")
+_PART = re.compile(r"step-.*\.part")
 MOST_ASIDE = 4  # checkpoints that were replaced, or damaged, and may still tell something
 _OWN = re.compile(r"step-\d{8,}(\.part|\.aside(-\d+)?)?|trial\.part")
 
@@ -50,6 +51,7 @@ class CheckpointFolder:
             raise SlipstreamError(f"{keep=}, {keep_every=}: give keep from 1, and keep_every from 0 (none)")
         self.path, self._keep, self._keep_every = Path(path), keep, keep_every
         self._work, self._owns_work = (self.path, False) if work is None else (work, True)
+        self._own = OwnFolder(Path(os.path.commonpath([self.path, self._work])))
 
     def complete(self, step: int) -> Path:
         """Returns where the checkpoint of a step is when it is complete."""
@@ -79,12 +81,13 @@ class CheckpointFolder:
     def prepare(self) -> None:
         """Makes the folder, checks that it can be written, and removes incomplete checkpoints."""
         self.path.mkdir(parents=True, exist_ok=True)
-        for part in dict.fromkeys([*self._work.glob("step-*.part"), *self.path.glob("step-*.part")]):
-            self._remove(part)
+        for folder in dict.fromkeys([self._work, self.path]):
+            for name in self._own.names(folder):
+                if _PART.fullmatch(name):
+                    self._remove(folder / name)
         trial = self._work / "trial.part"
         trial.mkdir(exist_ok=True)
-        trial.replace(self.path / trial.name)
-        (self.path / trial.name).rmdir()
+        self._own.remove_empty(self._own.move(trial, self.path / trial.name))
 
     def begin(self, step: int) -> None:
         """Makes an empty folder for the checkpoint of a step."""
@@ -97,8 +100,8 @@ class CheckpointFolder:
 
     def discard(self, step: int) -> None:
         """Removes the incomplete checkpoint of a step, if there is one."""
-        if self.part(step).exists():
-            shutil.rmtree(self.part(step))
+        if self.part(step).is_dir():  # a file there is none, and nothing that a save has left
+            self._own.remove(self.part(step))
 
     def commit(self, step: int) -> None:
         """Turns the written files into the checkpoint of a step, in one atomic rename.
@@ -114,8 +117,8 @@ class CheckpointFolder:
                 # the earlier ones may have been removed, so the last number counts
                 taken = [int(path.name.rpartition("aside")[2][1:] or 1) for path in self.path.glob(f"{name}*")]
                 aside = self._work / (f"{name}-{max(taken) + 1}" if taken else name)
-                self.complete(later).rename(aside).rename(self.path / aside.name)
-        self.part(step).rename(self.complete(step))
+                self._own.move(self._own.move(self.complete(later), aside), self.path / aside.name)
+        self._own.move(self.part(step), self.complete(step))
         sync_folder(self.path)
 
     def retire(self, best: int | None = None) -> None:
@@ -123,7 +126,7 @@ class CheckpointFolder:
 
         That of the step `best` stays, and doesn't count as one of the newest.
         """
-        aside = sorted(self.path.glob("step-*.aside*"), key=lambda folder: folder.stat().st_mtime)
+        aside = sorted(self.path.glob("step-*.aside*"), key=lambda folder: folder.lstat().st_mtime)
         for folder in aside[:-MOST_ASIDE]:
             self._remove(folder)
         for step in [step for step in self.steps() if step != best][self._keep :]:
@@ -132,7 +135,7 @@ class CheckpointFolder:
 
     def _remove(self, folder: Path) -> None:
         """Removes a folder, which no longer counts as a checkpoint from the first moment on."""
-        shutil.rmtree(folder.replace(self._work / f"{folder.name.removesuffix('.part')}.part"))
+        self._own.remove(self._own.move(folder, self._work / f"{folder.name.removesuffix('.part')}.part"))
 
 
 class Improvement(NamedTuple):

@@ -13,6 +13,7 @@ import yaml
 
 from slipstream.errors import SlipstreamError
 from slipstream.train.config import MESH_SETTINGS, Config, dump_config, parse_config
+from slipstream.train.run_folder import RunFolder
 from slipstream.units import table_text
 
 
@@ -135,9 +136,8 @@ class LocalPlaces:
     output/slipstream-run/lost/2    how and when the process at place 2 was lost
     """
 
-    def __init__(self, folder: Path, number: int) -> None:
-        """Takes the folder of the files."""
-        self._folder, self._number = folder, number
+    def __init__(self, run: RunFolder, number: int) -> None:
+        self._own, self._folder, self._number = run.own, run.lost, number
         self._lost, self._unwritten = set[int](), set[int]()
         self._sizes = dict[int, int]()  # of the mesh of so many processes
         self.forget()
@@ -146,16 +146,14 @@ class LocalPlaces:
         """Takes every place to be there, as it is of no use to whoever comes next which weren't."""
         self._lost.clear()
         with suppress(OSError):
-            for left in self._folder.glob("*"):
-                left.unlink()
-            self._folder.rmdir()
+            self._own.remove(self._folder)
 
     @property
     def there(self) -> list[int]:
         """The places that aren't lost."""
         self._lost = {place for place in self._lost if place in self._unwritten or self.file(place).exists()}
         with suppress(OSError):
-            self._folder.rmdir()  # once it is empty
+            self._own.remove_empty(self._folder)
         return [place for place in range(self._number) if place not in self._lost]
 
     def have_room_for_more(self, config: Config, used: Sequence[int]) -> bool:
@@ -175,6 +173,7 @@ class LocalPlaces:
         for place in places:
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
-                self.file(place).write_text(f"{datetime.now().astimezone().isoformat(timespec='seconds')} {why}\n")
+                with self._own.open(self.file(place), "w") as file:
+                    file.write(f"{datetime.now().astimezone().isoformat(timespec='seconds')} {why}\n")
             except OSError:
                 self._unwritten.add(place)

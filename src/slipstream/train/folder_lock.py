@@ -17,7 +17,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import socket
 import sys
 import threading
@@ -32,6 +31,7 @@ from types import TracebackType
 from typing import Self
 
 from slipstream.errors import SlipstreamError
+from slipstream.own_files import OwnFolder, link_advice
 
 FOLDER = "slipstream-run"  # visible, so that it is copied with the rest
 _BOOT, _NAMESPACE = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
@@ -139,6 +139,7 @@ class FolderLock:
         stale_seconds: float = STALE_SECONDS,
     ) -> None:
         self._output, self._folder, self._say, self._end = folder, folder / FOLDER, say, end
+        self._own = OwnFolder(folder)
         self._beat_seconds, self._stale_seconds = beat_seconds, stale_seconds
         self._owner = FolderOwner.here()
         self._number = 0  # of this owner; 0 while the lock isn't held
@@ -175,14 +176,17 @@ class FolderLock:
             SlipstreamError: if another run is at work in it, or it can't be written.
         """
         try:
+            if (link := self._own.find_link(self._folder)) is not None:
+                raise OSError(link_advice(link))
             self._folder.mkdir(parents=True, exist_ok=True)
             while not self._number:
                 self._try_to_take()
         except OSError as error:
             raise SlipstreamError(f"can't write to training.output={self._output}: {error}") from error
         self._hold(beats=True)
-        for path in self._work.iterdir():  # of the former owner; only now, as it may take longer than a heartbeat
-            shutil.rmtree(path, ignore_errors=True)
+        # What is left of the former owner is removed only now, as that may take longer than a heartbeat.
+        for name in self._own.names(self._work):
+            self._own.remove(self._work / name, ignore_errors=True)
 
     def join(self, key: str, beats: bool) -> None:
         """Writes into the folder as another process of the run that has taken it as `key`; ends this process where
@@ -206,10 +210,12 @@ class FolderLock:
         if not self._is_joined and self._newest() == (self._number, self._owner):
             with suppress(OSError):  # in one step, as others read it at any time
                 part = self._file(self._number).with_suffix(".part")
-                part.write_text("null", encoding="utf-8")
-                part.replace(self._file(self._number))
+                self._own.remove(part)
+                with self._own.open(part, "x") as file:
+                    file.write("null")
+                self._own.move(part, self._file(self._number))
         if not self._is_joined:
-            shutil.rmtree(self._work, ignore_errors=True)
+            self._own.remove(self._work, ignore_errors=True)
         self._number = 0
 
     def __enter__(self) -> Self:
@@ -240,22 +246,44 @@ class FolderLock:
         try:
             self._write(number)
             if max(self._numbers()) > number:  # several have come and gone meanwhile
-                self._file(number).unlink()
+                self._own.remove(self._file(number))
                 raise FileExistsError
-            for name in os.listdir(self._folder):
+            for name in self._own.names(self._folder):
                 if _WORK.fullmatch(name) and name not in (new.name, self._work.name):
-                    _move_away(self._folder / name, new)
+                    self._move_away(self._folder / name, new)
             if not self._work.exists():
-                new.rename(self._work)
+                self._own.move(new, self._work)
         except (FileExistsError, FileNotFoundError):  # another one has become the owner, and moved this away
             with suppress(OSError):
-                new.rmdir()
+                self._own.remove_empty(new)
             return False
         self._number = number
         for earlier in self._numbers():
             if earlier < number:
-                self._file(earlier).unlink(missing_ok=True)
+                self._own.remove(self._file(earlier))
         return True
+
+    def _move_away(self, work: Path, new: Path) -> None:
+        """Moves the folder of a former owner into that of the new one. Raises FileNotFoundError where that one has lost
+        the folder itself.
+
+        Then it is emptied by renames: a process that has it open, on a network's disk also another machine, could still
+        publish its files, of which some would be gone.
+        """
+        away = new / work.name
+        try:
+            self._own.move(work, away)
+        except FileNotFoundError:
+            new.stat()  # this one is gone, or the other
+            return
+        if away.is_symlink():  # no folder of a run, which made one
+            return
+        for _ in range(_TRIES_TO_EMPTY):
+            for name in self._own.names(away):
+                self._own.move(away / name, new / f"{work.name}-{name}")
+            with suppress(OSError):  # something new is inside
+                self._own.remove_empty(away)
+                break
 
     def _hold(self, beats: bool) -> None:
         write_as(self.key, self._output)
@@ -331,7 +359,7 @@ class FolderLock:
 
     def _write(self, number: int) -> None:
         """Makes the file of an owner. Raises FileExistsError where there is one already."""
-        with self._file(number).open("x", encoding="utf-8") as file:
+        with self._own.open(self._file(number), "x") as file:
             json.dump(asdict(self._owner), file)
 
     def _file(self, number: int) -> Path:
@@ -340,24 +368,3 @@ class FolderLock:
     @property
     def _work(self) -> Path:
         return self._folder / f"owner-{self.key}.part"
-
-
-def _move_away(work: Path, new: Path) -> None:
-    """Moves the folder of a former owner into that of the new one. Raises FileNotFoundError where that one has lost the
-    folder itself.
-
-    Then it is emptied by renames: a machine of a network's disk that has it open could still publish its files, of
-    which some would be gone.
-    """
-    away = new / work.name
-    try:
-        work.rename(away)
-    except FileNotFoundError:
-        new.stat()  # this one is gone, or the other
-        return
-    for _ in range(_TRIES_TO_EMPTY):
-        for path in list(away.iterdir()):
-            path.rename(new / f"{work.name}-{path.name}")
-        with suppress(OSError):  # something new is inside
-            away.rmdir()
-            break

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from slipstream.checkpoint import Checkpoints, SavedCheckpoint, TensorShard
 from slipstream.errors import NonFiniteError, RankFailedError
+from slipstream.own_files import OwnFolder
 from slipstream.parallel import RankGroup
 from slipstream.pipeline import Pipeline
 from slipstream.pipeline.saving import describe_model
@@ -173,7 +174,7 @@ class FailureLog:
 
     def add(self, step: int, started_after: int) -> None:
         """Appends that a run which began after the step `started_after` has failed in `step`."""
-        with self._path.open("a", encoding="utf-8") as file:
+        with OwnFolder(self._path.parent).open(self._path, "a") as file:
             file.write(json.dumps({"step": step, "started_after": started_after}) + "\n")
 
     def earlier_than(self) -> int | None:

@@ -33,13 +33,13 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from slipstream.errors import SlipstreamError
+from slipstream.own_files import OwnFolder
 from slipstream.train.folder_lock import FOLDER, work_folder
 
 
@@ -48,6 +48,7 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.own = OwnFolder(path)
         self.log = path / FOLDER / "output.log"
         self.lost = path / FOLDER / "lost"
         self.config = path / "config.yaml"
@@ -81,7 +82,7 @@ class RunFolder:
         another run has the folder by now."""
         part = self.work / f"part.{path.name}"  # the writers of pictures go by the end of the name
         yield part
-        part.replace(path)
+        self.own.move(part, path)
 
     def model_at(self, step: int) -> Path:
         """Returns the folder of the export after a step."""
@@ -104,6 +105,15 @@ class RunFolder:
         paths = [*model_files, *files, *folders]
         return next((unlisted for path in paths if (unlisted := self.listed.find_unlisted(path))), None)
 
+    def find_link(self) -> Path | None:
+        """Returns a link behind which the run would move, remove or write something; None where there is none.
+
+        A link with the name of a file that a rename puts in place is none of those: it is replaced itself.
+        """
+        return self.own.find_link(
+            self.log, self.lost, self.failures, self.checkpoints, self.tensorboard, *self.listed.folders()
+        )
+
     def exports(self) -> list[Path]:
         """Returns the folders of exported models that are there, and of a killed run's unfinished ones."""
         patterns = [f"{kind}{rest}" for kind in ("model", "adapter") for rest in ("-step-*", "*.part")]
@@ -121,7 +131,7 @@ class ListedFiles:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._file = folder, folder / FOLDER / _FILE
+        self._folder, self._file, self._own = folder, folder / FOLDER / _FILE, OwnFolder(folder)
 
     def add(self, *paths: Path) -> None:
         """Lists files that are about to be written; so a run that is killed in between leaves nothing unlisted."""
@@ -158,20 +168,29 @@ class ListedFiles:
         inside = [child for child in sorted(path.iterdir()) if not child.name.startswith(".")]
         return next((unlisted for child in inside if (unlisted := self.find_unlisted(child))), None)
 
+    def folders(self) -> list[Path]:
+        """Returns the folders in which listed files and folders are."""
+        return [self._folder / parent for parent in self._parents()]
+
     def remove(self) -> None:
         """Removes all that is listed, and folders that this leaves empty."""
-        names = self._names()
+        names, folders = self._names(), self.folders()
         removed = work_folder(self._folder) / "removed"  # into which no rename leads once another run has the folder
         for name in sorted(names):
             path = self._folder / name
             if path.is_symlink() or (path.is_dir() if name.endswith("/") else path.is_file()):
                 removed.mkdir(exist_ok=True)
-                path.rename(removed / "it")
-                shutil.rmtree(removed)
-        for parent in {self._folder / parent for name in names for parent in [*PurePosixPath(name).parents][:-1]}:
+                self._own.move(path, removed / "it")
+                self._own.remove(removed)
+        for parent in folders:
             with suppress(OSError):  # it isn't empty, or isn't there
-                parent.rmdir()
+                self._own.remove_empty(parent)
         self._write(set())
+
+    def _parents(self) -> list[PurePosixPath]:
+        """Returns the folders of the listed files inside of this one, the deepest first."""
+        parents = {parent for name in self._names() for parent in [*PurePosixPath(name).parents][:-1]}
+        return sorted(parents, key=lambda parent: (-len(parent.parts), parent))
 
     def _name(self, path: Path) -> str:
         return path.relative_to(self._folder).as_posix()
@@ -196,7 +215,7 @@ class ListedFiles:
             json.dump({"files": sorted(names)}, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
-        part.replace(self._file)
+        self._own.move(part, self._file)
 
 
 def _inside(names: list[str]) -> Iterator[str]:

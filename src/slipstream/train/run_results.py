@@ -74,20 +74,20 @@ def export(run: RunContext, pipe: Pipeline, folder: Path, merged: bool = True) -
         raise NonFiniteError(f"the model is not exported: {describe_non_finite(name)}")
     part, before = (run.folder.work / f"{folder.name}{end}" for end in (".part", ".before.part"))
     try:
-        run.world.run_on_leader(lambda: _clear(part, before))
+        run.world.run_on_leader(lambda: _clear(run.folder, part, before))
         pipe.save_pretrained(part, merged)
         trusts_code = run.config.model.trust_remote_code
         run.world.run_on_leader(lambda: _complete(run.folder, part, before, folder, trusts_code))
     except OSError:
         if pipe.leads:
-            shutil.rmtree(part, ignore_errors=True)
+            _clear(run.folder, part)
         raise
 
 
-def _clear(*folders: Path) -> None:
+def _clear(run: RunFolder, *folders: Path) -> None:
     """Removes a failed export's files."""
     for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)
+        run.own.remove(folder, ignore_errors=True)
 
 
 def _complete(run: RunFolder, part: Path, before: Path, folder: Path, trusts_code: bool) -> None:
@@ -101,10 +101,10 @@ def _complete(run: RunFolder, part: Path, before: Path, folder: Path, trusts_cod
         with file.open("rb") as written:
             os.fsync(written.fileno())
     run.listed.add_folder(folder)
-    if folder.exists():
-        folder.rename(before)
-    part.rename(folder)
-    shutil.rmtree(before, ignore_errors=True)
+    if os.path.lexists(folder):
+        run.own.move(folder, before)
+    run.own.move(part, folder)
+    _clear(run, before)
     run.listed.itemise(folder)
 
 

@@ -134,7 +134,7 @@ def launch_with_restarts(
         SlipstreamError, NonFiniteError, StoppedRunError: of a rank; another start would end likewise.
     """
     folder, max_restarts, failed_step = config.folder, config.training.max_restarts, None
-    places, resume = LocalPlaces(folder.lost, config.num_processes), list[str]()
+    places, resume = LocalPlaces(folder, config.num_processes), list[str]()
     restart = without_progress = 0
     while True:
         before, there = _contents(folder.metrics), places.there

@@ -43,7 +43,7 @@ def save(run: RunFolder, step: int, text: str) -> None:
 def export(run: RunFolder, text: str) -> None:
     """Writes an export as the leader does, where the pipeline writes one file."""
     part, before = run.work / "model.part", run.work / "model.before.part"
-    run_results._clear(part, before)
+    run_results._clear(run, part, before)
     part.mkdir()
     (part / "config.json").write_text(text)
     run_results._complete(run, part, before, run.model, trusts_code=False)

@@ -12,6 +12,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.extras.run_page.run_record import RunRecord, is_run, read_run
 from slipstream.extras.run_page.sections import overview, run_sections
 from slipstream.html_parts import GENERATOR, html_page
+from slipstream.own_files import OwnFolder
 
 _COMMAND = "slipstream runs"
 _MOST_DEEP = 3  # folders below the given one in which runs are looked for
@@ -33,7 +34,8 @@ def write_run_page(folder: Path, output: Path | None = None, overwrite: bool = F
     path = output or folder / ("run.html" if is_run(folder) else "runs.html")
     _check(path, overwrite)
     try:
-        path.write_text(run_page(runs, title), encoding="utf-8")
+        with path.open("w", encoding="utf-8") if output else OwnFolder(folder).open(path, "w") as file:
+            file.write(run_page(runs, title))
     except OSError as error:
         raise SlipstreamError(f"can't write {path}: {error.strerror}; name another file with --output") from error
     return path, len(runs)

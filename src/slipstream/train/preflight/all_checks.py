@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress, flat_settings, has_launcher
 from slipstream.model import NewTokens, dropout_rates, meta_model
 from slipstream.options import SHARED_WORK
+from slipstream.own_files import link_advice
 from slipstream.pipeline.saving import describe_model
 from slipstream.pipeline.weights import copy_beside, read_generation, write_generation
 from slipstream.train.config import Config, dump_config
@@ -95,9 +95,8 @@ class RunInputs:
                     file.write_text(json.dumps(self.new_tokens._asdict()), encoding="utf-8")
                 save_texts(self.text.train, part, "train")
                 save_texts(self.text.validation, part, "validation")
-                if folder.inputs.exists():
-                    folder.inputs.rename(before := folder.work / "inputs.before")
-                    shutil.rmtree(before)
+                if os.path.lexists(folder.inputs):
+                    folder.own.remove(folder.own.move(folder.inputs, folder.work / "inputs.before"))
         except OSError as error:
             raise SlipstreamError(f"can't write to training.output={folder.path}: {error}") from error
 
@@ -163,6 +162,8 @@ def check_run_folder(config: Config) -> None:
     folder, resume = config.folder, config.checkpoint.resume
     if folder.path.exists() and not folder.path.is_dir():
         raise SlipstreamError(f"training.output={folder.path} is a file; name a folder")
+    if (link := folder.find_link()) is not None:
+        raise SlipstreamError(f"training.output={folder.path}: {link_advice(link)}")
     steps = CheckpointFolder(folder.checkpoints).steps()
     if isinstance(resume, int) and resume not in steps:
         there = ", ".join(map(str, steps)) or "none"
