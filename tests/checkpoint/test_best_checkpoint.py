@@ -170,11 +170,9 @@ def test_where_nothing_is_said_a_long_run_has_checkpoints() -> None:
     for step in range(1, 401):
         interval.note_step(1.6)
         assert interval.is_due(step) == (step in (380, 390, 400))  # after 600 seconds, at a tenth step
-        assert not interval.has_one_at_the_end
     interval.note_save(400, cost=0.5)  # sqrt(2 * 0.5 * 86400) = 294 seconds
-    assert interval.has_one_at_the_end
     assert next(step for step in range(401, 700) if interval.is_due(step)) == 584
-    assert SaveInterval(4, 1.0, RankGroup()).has_one_at_the_end
+    assert all(SaveInterval(every, 1.0, RankGroup()).has_one_at_the_end for every in (None, 4, "auto"))
     assert not SaveInterval(0, 1.0, RankGroup()).has_one_at_the_end
 
 

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from slipstream.checkpoint import Manifest
+from slipstream.checkpoint import CheckpointFolder, Manifest
 from slipstream.cli import main
 from slipstream.errors import SlipstreamError
 from slipstream.extras.run_page import write_run_page
@@ -532,3 +532,24 @@ def test_a_mistake_says_what_to_give(
     (tmp_path / "text.txt").write_text("7 is 49 more than 7.")
     (tmp_path / "rows.jsonl").write_text('{"words": "7 is 49 more than 7."}')
     assert message in mistake(*(word.format(run=run.path, here=tmp_path) for word in words))
+
+
+def test_a_finished_run_is_never_trained_again_unasked(text: Path, tmp_path: Path) -> None:
+    """Where nothing is said about checkpoints, and where there are to be none."""
+    settings = tiny_training(1, 0) | {"checkpoint": {}}
+    settings["data"] |= {"files": [str(text)]}
+    said, again = tmp_path / "said", ("--pp=1", RESUME)
+    ended = run_training(1, said, settings, *again)
+    assert "checkpoint.resume=latest: there is no checkpoint, so step 1 is the first" in ended.stdout
+    assert CheckpointFolder(said / "checkpoints").steps() == [1]
+    (weights,) = weights_of(said)
+    assert "nothing is left to do" in run_training(1, said, settings, *again, "--training.seed=0").stdout
+    assert weights_of(said) == [weights]
+
+    none = tmp_path / "none"
+    ended = run_training(1, none, settings, "--pp=1", "--checkpoint.every=0")
+    assert ended.stdout.rstrip().endswith("there is no checkpoint of the last step: this run can't be resumed")
+    (weights,) = weights_of(none)
+    refused = run_training(1, none, settings, *again, "--optimizer.lr=0.5", code=2)
+    assert "already holds model, and no checkpoint to go on from; choose another folder" in refused.stderr
+    assert weights_of(none) == [weights]

@@ -313,6 +313,28 @@ def test_a_finished_run_without_checkpoints_is_not_begun_again(refuse: Refuse, v
     assert "already holds model, and no checkpoint to go on from; choose another folder" in refuse(values)
 
 
+@pytest.mark.parametrize("name", ["model", "adapter"])
+@pytest.mark.parametrize("resume", first_of(["latest", "last-good", "best"]))
+def test_what_a_finished_run_has_exported_is_replaced_where_that_is_wanted(
+    refuse: Refuse, values: dict[str, Any], name: str, resume: str
+) -> None:
+    """Its checkpoints, which are listed, were never saved or have been removed since."""
+    preflight(parse_config(values), Progress(None)).write()
+    output = RunFolder(values["training"]["output"])
+    output.listed.add_folder(output.checkpoints)
+    export = output.path / name
+    export.mkdir()
+    output.listed.add_folder(export)
+    (export / "config.json").touch()
+    values["checkpoint"] = {"resume": resume, "keep_best": True}
+    preflight(parse_config(values), Progress(None))  # killed while it was exporting
+    output.listed.itemise(export)
+    (export / "config.json").unlink()  # and moved elsewhere, but it was complete
+    assert f"already holds {name}, and no checkpoint to go on from; choose another folder" in refuse(values)
+    values["training"]["overwrite"] = True
+    preflight(parse_config(values), Progress(None))
+
+
 @pytest.mark.parametrize("left", [["slipstream-run"], ["slipstream-run", "config.yaml"], ["slipstream-run", "inputs"]])
 @pytest.mark.parametrize("resume", first_of(["latest", "no"]))
 def test_a_run_that_was_killed_while_it_started_is_begun_again(

@@ -57,7 +57,7 @@ def describe_run(config: Config) -> str:
     checkpoints, and where results go."""
     device, every = choose_device_type(config), config.checkpoint.every
     saves = "none" if every == 0 else every if every == "auto" else f"every {plural(every or 0, 'step')}"
-    saves = "once it has trained for ten minutes" if every is None else saves
+    saves = "at the end, and once it has trained for ten minutes" if every is None else saves
     return (
         f"{config.mesh_text} on {device}, training.precision={config.training.precision}; checkpoints: {saves}; "
         f"results go to {config.training.output.absolute()}"

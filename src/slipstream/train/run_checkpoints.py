@@ -61,6 +61,7 @@ class RunCheckpoints:
     Attributes:
         stored: the checkpoints themselves.
         interval: says when one is due.
+        has_one_at_the_end: whether one is due after the last step.
     """
 
     def __init__(self, run: RunContext, written: Callable[[SaveRecord], None]) -> None:
@@ -75,25 +76,27 @@ class RunCheckpoints:
             self._note_written,
             work=folder.work,
         )
+        self.interval = SaveInterval(section.every, section.failures_per_day, run.world)
+        self.has_one_at_the_end = self.interval.has_one_at_the_end or section.keep_best
         if run.world.rank == 0:  # also where none is to be saved: a run that is asked to stop saves one
             folder.listed.add_folder(folder.checkpoints)
-        if section.every or section.keep_best:
+        if self.has_one_at_the_end:
             self.stored.prepare()
-        self.interval = SaveInterval(section.every, section.failures_per_day, run.world)
         self._keep_seconds = 0.0  # the longest wait of a step for a save
         self._failures = FailureLog(folder.failures)
 
     def find_start(self) -> SavedCheckpoint | None:
         """Returns the checkpoint to resume from, verified, if any. Collective."""
         with watchdog_paused("verifying checkpoints", uses_disk=True):
-            if self._wanted != "last-good":
-                return None if self._wanted == "no" else self.stored.find(self._wanted)
-            before = self._run.world.run_on_leader(self._failures.earlier_than)
+            before = self._run.world.run_on_leader(self._failures.earlier_than) if self._wanted == "last-good" else None
             if before is not None:
                 self._run.progress.warn(
                     f"the same step has failed twice: only a checkpoint before step {before} is good"
                 )
-            return self.stored.find(self._wanted, before)
+            saved = None if self._wanted == "no" else self.stored.find(self._wanted, before)
+        if saved is None and self._wanted != "no":
+            self._run.progress.say(f"checkpoint.resume={self._wanted}: there is no checkpoint, so step 1 is the first")
+        return saved
 
     def resume(self, saved: SavedCheckpoint, parts: CheckpointedParts) -> None:
         """Goes on from the checkpoint of `find_start`. Collective."""
@@ -246,8 +249,8 @@ class SaveInterval:
 
     @property
     def has_one_at_the_end(self) -> bool:
-        """Whether a checkpoint is due after the last step too: where they are asked for, or there are some."""
-        return bool(self._every or self._next)
+        """Whether a checkpoint is due after the last step too: unless none are wanted."""
+        return self._every != 0
 
     def _best_steps(self) -> int:
         seconds = best_interval(statistics.median(self._costs), self._between_failures)

@@ -114,6 +114,12 @@ class RunFolder:
             self.log, self.lost, self.failures, self.checkpoints, self.tensorboard, *self.listed.folders()
         )
 
+    def finished_model(self) -> Path | None:
+        """Returns the model, or the adapter, that a run has exported at its end; None where none is there, or it was
+        still being written."""
+        models = [self.model, self.adapter]
+        return next((path for path in models if path.is_dir() and not self.listed.has(path)), None)
+
     def exports(self) -> list[Path]:
         """Returns the folders of exported models that are there, and of a killed run's unfinished ones."""
         patterns = [f"{kind}{rest}" for kind in ("model", "adapter") for rest in ("-step-*", "*.part")]

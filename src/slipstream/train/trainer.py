@@ -131,6 +131,10 @@ class Trainer:
             ) from error
         with watchdog_paused("writing a sample"):
             write_sample(run, pipe)
+        if not self._checkpoints.has_one_at_the_end:
+            run.progress.say_result(
+                "with checkpoint.every=0 there is no checkpoint of the last step: this run can't be resumed"
+            )
 
     def _say_what_changed(self, facts: Mapping[str, Any]) -> None:
         """Says as which mesh the run goes on, where that is another one, and how long its steps will take."""
@@ -216,9 +220,7 @@ class Trainer:
                 record, is_best = self._validator.validate(step)
             self._reporter.write(record)
         last = step == self._num_steps or self._validator.history.is_out_of_patience
-        is_wanted = (is_best and section.keep_best) or (
-            last and (section.keep_best or self._checkpoints.interval.has_one_at_the_end)
-        )
+        is_wanted = (is_best and section.keep_best) or (last and self._checkpoints.has_one_at_the_end)
         if self._checkpoints.interval.is_due(step) or is_wanted:
             began = time.perf_counter()
             self._save(step)

@@ -226,7 +226,7 @@ class CheckpointSection(Record):
     every: Annotated[int, Field(ge=0)] | Literal["auto"] | None = None
     """Steps between checkpoints; there is also one at the end. 0 for none. auto: the interval that minimises expected
     lost time, from the measured cost of a save and `failures_per_day`. Default: as auto, once a run has trained for ten
-    minutes."""
+    minutes, and at the end."""
     failures_per_day: PositiveFloat = 1.0
     """With `every: auto`, how often the run is expected to fail, for any reason."""
     keep: PositiveInt = 2
@@ -238,8 +238,8 @@ class CheckpointSection(Record):
     addition to `keep`."""
     resume: Literal["no", "latest", "last-good", "best"] | PositiveInt = "no"
     """Resume from a checkpoint in the output folder: latest, or start from the beginning if there is none yet, also in
-    the folder of a run that was killed while it started; last-good skips damaged ones; best is that of `keep_best`; a
-    number is a step. The mesh, the schedule and the slices may differ from before."""
+    the folder of a run that was killed before its first one; last-good skips damaged ones; best is that of `keep_best`;
+    a number is a step. The mesh, the schedule and the slices may differ from before."""
 
 
 class TrackingSection(Record):

@@ -175,8 +175,9 @@ def check_run_folder(config: Config) -> None:
         require_best(CheckpointFolder(folder.checkpoints))
     resumes = resume != "no"
     _check_unlisted(folder, steps, adopts_checkpoints=resumes and bool(steps))
-    begins_again = resumes and (folder.listed.has(folder.checkpoints) or not folder.exports())
-    if not (begins_again or (steps and resumes)):
+    # A run that ended before its first checkpoint begins again in its folder, unless it has come to its end.
+    begins_again = folder.finished_model() is None and folder.listed.has(folder.checkpoints)
+    if not (resumes and (steps or begins_again or not folder.exports())):
         _check_results(config, folder, steps)
 
 
