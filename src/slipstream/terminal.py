@@ -114,6 +114,8 @@ class LastingStream:
 
     @contextmanager
     def _kept(self) -> Iterator[None]:
+        if self._is_lost and not self._is_in_a_file():  # its folder has been removed, and may be there again
+            self._redirect()
         try:
             yield
         except OSError:
@@ -122,6 +124,10 @@ class LastingStream:
             self._is_lost = True
             self._redirect()
             self._stream.flush()  # the text is still in its buffer
+
+    def _is_in_a_file(self) -> bool:
+        status = os.fstat(self._stream.fileno())
+        return stat.S_ISREG(status.st_mode) and status.st_nlink > 0
 
     def _redirect(self) -> None:
         for file in (self._file, Path(os.devnull)):

@@ -33,7 +33,8 @@ def config_of(output: Path, **settings: object) -> Config:
 def launch(config: Config, reason: str, wait: Callable[[float], None]) -> None:
     """Starts a run as often as it may be; it ends by an error where there is a reason."""
     with pytest.raises(RankFailedError, match=reason) if reason else nullcontext():
-        start_training.launch_with_restarts(config, "owner", Progress(None), None, wait)
+        lock = FolderLock(config.training.output, pytest.fail)
+        start_training.launch_with_restarts(config, lock, Progress(None), None, wait)
 
 
 @pytest.mark.parametrize(

@@ -277,7 +277,12 @@ def test_bad_steps_of_replicas(config: Path, output: RunFolder, policy: str | No
 def test_a_model_that_is_not_finite_is_not_exported(config: Path, output: RunFolder) -> None:
     """The loss of its last step was, but the update after it overflows."""
     poisoned = ["--optimizer.lr=3e37", "--optimizer.warmup_steps=0", "--optimizer.weight_decay=10"]
-    large = ["--model.config.initializer_range=1.0", "--training.steps=1", "--training.eval_every=0"]
+    large = [
+        "--model.config.initializer_range=1.0",
+        "--training.steps=1",
+        "--training.eval_every=0",
+        "--checkpoint.every=0",
+    ]
     result = train(2, config, *poisoned, *large)
     assert result.returncode == 3, result.stderr
     assert result.stderr.splitlines()[-1].startswith("error: the model is not exported: model.")
@@ -558,6 +563,8 @@ def test_a_folder_that_is_removed_does_not_end_the_run(config: Path, output: Run
         assert process.returncode == 75, errors
     assert "Traceback" not in errors + said
     last = CheckpointFolder(output.checkpoints).steps()[0]
+    assert numbers_of(output) == list(range(1, last + 1))  # those before too
+    assert output.find_unlisted(adopts_checkpoints=False) is None
     assert f"SIGTERM ended the run after step {last}; it is saved in" in errors
     resumed = train(2, config, *settings, "--checkpoint.resume=latest", f"--training.steps={last + 1}")
     assert resumed.returncode == 0, resumed.stderr
@@ -681,3 +688,19 @@ def test_a_run_is_started_again_after_a_crash(config: Path, output: RunFolder) -
     assert [*saves][-4:] == [15, 20, 25, 30]
     assert all(save["save_seconds"] > 0 and save["checkpoint_bytes"] > 2**18 for save in saves.values())
     assert numbers_of(output) == list(range(1, 31))
+
+
+def test_a_run_is_started_again_whose_folder_was_removed(
+    config: Path, output: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From its first step, as its checkpoints are gone."""
+    monkeypatch.setenv("REMOVED", "1")
+    settings = ["--training.max_restarts=1", "--checkpoint.every=1", "--training.steps=3", "--sample.prompt=null"]
+    settings += ["--training.eval_every=0", "--training.export_every=0"]
+    ended = run_alone(WORKERS / "training/killed_once.py", "3", "train", config, *settings)
+    assert ended.returncode == 0, ended.stderr
+    assert "checkpoint.resume=last-good: there is no checkpoint, so step 1 is the first" in ended.stdout
+    assert numbers_of(output) == [1, 2, 3]
+    assert CheckpointFolder(output.checkpoints).steps() == [3, 2]
+    assert AutoTokenizer.from_pretrained(output.model) is not None
+    assert output.find_unlisted(adopts_checkpoints=False) is None

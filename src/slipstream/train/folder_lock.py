@@ -144,6 +144,8 @@ class FolderLock:
         self._owner = FolderOwner.here()
         self._number = 0  # of this owner; 0 while the lock isn't held
         self._is_joined = False
+        self._write_again: Callable[[], None] = lambda: None
+        self._remaking = threading.Lock()
         self._released = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -187,6 +189,21 @@ class FolderLock:
         # What is left of the former owner is removed only now, as that may take longer than a heartbeat.
         for name in self._own.names(self._work):
             self._own.remove(self._work / name, ignore_errors=True)
+
+    def on_removal(self, write: Callable[[], None]) -> None:
+        """Calls `write`, which writes what is missing, whenever the folder is made again."""
+        self._write_again = write
+
+    def make_again(self) -> None:
+        """Makes the folder again where somebody has removed it, or the owner's file; nothing where it is there, or this
+        process isn't the run's first. Raises OSError where it can't be made."""
+        with self._remaking:
+            if not self._number or self._is_joined:
+                return
+            if not self._newest()[0]:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                self._claim(1)
+            self._write_again()
 
     def join(self, key: str, beats: bool) -> None:
         """Writes into the folder as another process of the run that has taken it as `key`; ends this process where
@@ -321,9 +338,8 @@ class FolderLock:
                         f"{self._owner}, showed no sign of life for {self._stale_seconds:g} seconds; this run ends"
                     )
                     return
-                elif not self._is_joined:  # somebody has removed the file, or all of the folder
-                    self._folder.mkdir(parents=True, exist_ok=True)
-                    self._claim(1)
+                else:
+                    self.make_again()
 
     def _busy(self, owner: FolderOwner) -> SlipstreamError:
         owner = self._newest()[1] or owner

@@ -131,6 +131,10 @@ class RunCheckpoints:
 
     def save(self, step: int, parts: CheckpointedParts) -> None:
         """Begins to save, as `Checkpoints.save`. Collective."""
+        folder = self._run.folder
+        if self._run.world.rank == 0 and not folder.listed.has(folder.checkpoints):  # somebody has removed the list
+            with self._run.writes.of("the list of the run's files"):
+                folder.listed.add_folder(folder.checkpoints)
         with watchdog_paused("saving", uses_disk=True):
             self.stored.save(step, list(parts.shards()), parts.facts())
 

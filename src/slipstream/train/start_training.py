@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -61,6 +61,7 @@ def start_training(config: Config) -> None:
             return
         with FolderLock(folder.path, progress.warn) as lock, _said_how_to_go_on(config, inputs.model_config):
             inputs.write()
+            lock.on_removal(inputs.write_again)
             go_on_in(folder.log)
             progress.say(describe_run(config))
             progress.say(
@@ -70,7 +71,7 @@ def start_training(config: Config) -> None:
             if sharing := sharing_here(config):
                 way = "NCCL and sockets" if "nccl" in choose_backends(config) else "gloo and pinned host memory"
                 progress.say(f"{sharing}: messages go through {way}")
-            launch_with_restarts(config, lock.key, progress, server)
+            launch_with_restarts(config, lock, progress, server)
             if config.training.single_process_steps:
                 _compare(folder, lock.key, progress, server)
 
@@ -117,12 +118,12 @@ _LONGEST_WAIT = 60.0  # seconds between a crash and the next start
 
 def launch_with_restarts(
     config: Config,
-    owner: str,
+    lock: FolderLock,
     progress: Progress,
     server: ForkServer | None,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Runs the ranks of a run as the folder's `owner`, at most `training.max_restarts` times again after one has
+    """Runs the ranks of a run whose folder is locked, at most `training.max_restarts` times again after one has
     crashed, with a wait that doubles while the run gets no further.
 
     With `training.min_ranks` a process that was killed is lost: the run goes on with those that are left, however
@@ -141,7 +142,7 @@ def launch_with_restarts(
         mesh = mesh_of_processes(config, len(there))
         used, settings = there[: mesh.num_processes], [] if mesh is config else mesh_settings(mesh)
         try:
-            arguments = [str(folder.config), owner, *resume, *settings]
+            arguments = [str(folder.config), lock.key, *resume, *settings]
             launch_ranks(_RANK, arguments, used, server, partial(places.have_room_for_more, config, used))
             places.forget()
             return
@@ -169,6 +170,8 @@ def launch_with_restarts(
         resume = ["--checkpoint.resume=last-good"]
         progress.warn(f"{why}\n{how}, from the last good checkpoint{_describe_mesh(config, places)}")
         sleep(wait)
+        with suppress(OSError):  # of a disk that fails the ranks will say more
+            lock.make_again()
 
 
 def _check_enough(config: Config, places: LocalPlaces, error: RankFailedError) -> None:

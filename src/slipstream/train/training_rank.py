@@ -188,6 +188,7 @@ def _prepare(config: Config, ranks: launch.ConnectedRanks, lock: FolderLock, pro
         if not inputs.is_finished:
             lock.take()
             inputs.write()
+            lock.on_removal(inputs.write_again)
             folder.run_id.write_text(run_id)
         return inputs.is_finished, run_id, lock.key
 

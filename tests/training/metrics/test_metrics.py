@@ -7,6 +7,8 @@ import json
 import math
 import random
 import resource
+import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from slipstream.train.metrics.records import (
     Phases,
     StartRecord,
     StepRecord,
+    TensorBoard,
     Tracker,
     ValidationRecord,
     as_dictionary,
@@ -38,7 +41,7 @@ from slipstream.train.metrics.records import (
     peak_memory,
 )
 from slipstream.train.metrics.reporter import Stragglers, Traffic
-from slipstream.train.run_folder import TolerantWrites
+from slipstream.train.run_folder import RunFolder, TolerantWrites
 from support.architectures import ARCHITECTURES, tokens
 from support.forked import launch
 from support.paths import WORKERS
@@ -93,6 +96,42 @@ def test_lines_for_which_the_disk_has_no_room_come_later(tmp_path: Path) -> None
     file.write(ValidationRecord(4, 1.0, 2.0))
     file.close()
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("how", ["the file", "the folder", "edited"])
+def test_a_file_that_is_removed_is_made_again_with_all_lines(tmp_path: Path, how: str) -> None:
+    path = tmp_path / "run" / "metrics.jsonl"
+    path.parent.mkdir()
+    file = MetricsFile(path)
+    file.write(ValidationRecord(1, 1.0, 2.0))
+    if how == "the folder":
+        shutil.rmtree(path.parent)
+        with pytest.raises(FileNotFoundError):
+            file.write(ValidationRecord(2, 1.0, 2.0))
+        path.parent.mkdir()
+    else:
+        text = path.read_text()
+        path.unlink()
+        if how == "edited":
+            path.write_text(text.replace("1.0", "5.0"))
+        file.write(ValidationRecord(2, 1.0, 2.0))
+    file.write(ValidationRecord(3, 1.0, 2.0))
+    file.close()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert [line["validation_loss"] for line in lines] == [5.0 if how == "edited" else 1.0, 1.0, 1.0]
+    assert RunFolder(path.parent).listed.has(path)
+
+
+def test_event_files_go_on_in_a_new_folder(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    board = TensorBoard(tmp_path, {}, 0)
+    board.write(ValidationRecord(1, 1.0, 2.0))
+    time.sleep(0.5)  # TensorBoard's thread writes the head of the file
+    shutil.rmtree(tmp_path / "tensorboard")
+    board.write(ValidationRecord(2, 1.0, 2.0))
+    board.close()
+    assert shown(tmp_path)[0]["validation_loss"] == [(2, 1.0)]
 
 
 def test_trouble_with_the_disk_is_told_once_until_it_is_over() -> None:

@@ -9,15 +9,17 @@ import os
 import platform
 import resource
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from functools import partial
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import IO, Any, TypeAlias
 
 import torch
 
@@ -221,7 +223,11 @@ def last_of_before(path: Path, step: int) -> tuple[int, float]:
 
 
 class MetricsFile:
-    """A file of JSON lines, each readable as soon as it is written, whole or not at all."""
+    """A file of JSON lines, each readable as soon as it is written, whole or not at all.
+
+    Where somebody removes it, with its folder or alone, it is made again with all lines, once the folder is there.
+    Where another file has its place, as after an editor, the lines go on in that.
+    """
 
     name = "metrics.jsonl"
 
@@ -229,10 +235,9 @@ class MetricsFile:
         """Opens the file; a run that is resumed keeps the lines up to that step, as the later steps run again."""
         earlier = read_lines(path) if resumed_after else ()
         lines = "".join(json.dumps(line) + "\n" for line in earlier if line.get("step", 0) <= resumed_after).encode()
+        self._path, self._run = path, RunFolder(path.parent)
         # Lines that an earlier run still appends are not in a replaced file.
-        with RunFolder(path.parent).replaced(path) as part:
-            self._file = part.open("wb", buffering=0)
-            self._file.write(lines)
+        self._file = self._replace(lines)
         self._unwritten = b""  # lines for which the disk had no room
 
     def write(self, record: MetricsRecord) -> None:
@@ -245,7 +250,31 @@ class MetricsFile:
         with closing(self._file):
             self._flush()
 
+    def _replace(self, lines: bytes) -> IO[bytes]:
+        """Puts a file with these lines in place, and returns it open at its end."""
+        with self._run.replaced(self._path) as part:
+            file = part.open("w+b", buffering=0)
+            file.write(lines)
+        return file
+
+    def _make_again(self) -> None:
+        """Puts the lines back where the file has been removed or replaced. Raises OSError where there is no folder for
+        it yet, or another run has it."""
+        lines = None
+        with suppress(FileNotFoundError):
+            if os.path.samestat(self._path.lstat(), os.fstat(self._file.fileno())):
+                return
+            lines = self._path.read_bytes()
+        if lines is None:
+            self._file.seek(0)
+            lines = self._file.read()
+        file = self._replace(lines)
+        self._file.close()
+        self._file = file
+        self._run.listed.add(self._path)
+
     def _flush(self) -> None:
+        self._make_again()
         end = self._file.seek(0, os.SEEK_END)
         try:
             if self._file.write(self._unwritten) < len(self._unwritten):
@@ -257,6 +286,7 @@ class MetricsFile:
 
 
 _FLUSH_SECONDS = 10  # so that a run can be watched
+_NEVER = 10**9  # seconds
 
 
 class TensorBoard:
@@ -269,12 +299,20 @@ class TensorBoard:
 
         # Events of later steps, which the run wrote before it was resumed, are not shown.
         purge = resumed_after + 1 if resumed_after else None
-        self._writer: Any = SummaryWriter(folder / "tensorboard", purge_step=purge, flush_secs=_FLUSH_SECONDS)
+        self._run = RunFolder(folder)
+        # Its own thread would print a traceback where the folder is gone when it flushes.
+        self._make = partial(SummaryWriter, self._run.tensorboard, flush_secs=_NEVER)
+        self._flushed = time.monotonic()
+        self._writer: Any = self._make(purge_step=purge)
         self._first = resumed_after
         self._add_text("settings", settings)
 
     def write(self, record: MetricsRecord) -> None:
-        """Adds the scalars of a step or a validation, or a text of a start or the run's figures."""
+        """Adds the scalars of a step or a validation, or a text of a start or the run's figures; to a new file where
+        somebody has removed the folder."""
+        if not self._run.tensorboard.exists() and self._run.work.exists():
+            self._writer = self._make()
+            self._run.listed.add_folder(self._run.tensorboard)
         values = as_dictionary(record)
         step = values.pop("step", None)
         if step is None:
@@ -284,6 +322,9 @@ class TensorBoard:
         for name, value in flat(values):
             add = self._writer.add_text if isinstance(value, str) else self._writer.add_scalar
             add(name, value, step)
+        if time.monotonic() > self._flushed + _FLUSH_SECONDS:
+            self._flushed = time.monotonic()
+            self._writer.flush()
 
     def close(self) -> None:
         """Writes the remaining events."""

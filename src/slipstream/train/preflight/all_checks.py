@@ -71,34 +71,45 @@ class RunInputs:
         try:
             if self.config.checkpoint.resume == "no":
                 folder.listed.remove()
-            folder.listed.add(folder.config, folder.log)
-            folder.listed.add_folder(folder.inputs)
-            with folder.replaced(folder.config) as part:
-                part.write_text(dump_config(self.config), encoding="utf-8")
-            with folder.replaced(folder.inputs) as part:
-                part.mkdir()
-                self.model_config.save_pretrained(part)
-                model = self.config.model
-                if model.pretrained:
-                    if (generation := read_generation(str(model.path))) is not None:
-                        stops = [*dict.fromkeys(stop_tokens(self.config, self.model_config))]
-                        generation.eos_token_id = stops if len(stops) > 1 else generation.eos_token_id
-                        write_generation(part, generation)
-                    # Files of a tokenizer that isn't the run's would be read with the run's own.
-                    beside = part / folder.beside.name
-                    copy_beside(
-                        Path(str(model.path)), beside, None if self.config.has_models_tokenizer else is_of_tokenizer
-                    )
-                self.text.tokenizer.save_pretrained(part)
-                if self.new_tokens is not None:
-                    file = part / folder.new_tokens.name
-                    file.write_text(json.dumps(self.new_tokens._asdict()), encoding="utf-8")
-                save_texts(self.text.train, part, "train")
-                save_texts(self.text.validation, part, "validation")
-                if os.path.lexists(folder.inputs):
-                    folder.own.remove(folder.own.move(folder.inputs, folder.work / "inputs.before"))
+            self._write_files()
         except OSError as error:
             raise SlipstreamError(f"can't write to training.output={folder.path}: {error}") from error
+
+    def write_again(self) -> None:
+        """Writes what `write` has written where somebody has removed it since, while the run goes on. Raises OSError
+        where it can't be written."""
+        folder = self.config.folder
+        if not (folder.config.exists() and folder.inputs.exists()):
+            self._write_files()
+
+    def _write_files(self) -> None:
+        folder = self.config.folder
+        folder.listed.add(folder.config, folder.log)
+        folder.listed.add_folder(folder.inputs)
+        with folder.replaced(folder.config) as part:
+            part.write_text(dump_config(self.config), encoding="utf-8")
+        with folder.replaced(folder.inputs) as part:
+            part.mkdir()
+            self.model_config.save_pretrained(part)
+            model = self.config.model
+            if model.pretrained:
+                if (generation := read_generation(str(model.path))) is not None:
+                    stops = [*dict.fromkeys(stop_tokens(self.config, self.model_config))]
+                    generation.eos_token_id = stops if len(stops) > 1 else generation.eos_token_id
+                    write_generation(part, generation)
+                # Files of a tokenizer that isn't the run's would be read with the run's own.
+                beside = part / folder.beside.name
+                copy_beside(
+                    Path(str(model.path)), beside, None if self.config.has_models_tokenizer else is_of_tokenizer
+                )
+            self.text.tokenizer.save_pretrained(part)
+            if self.new_tokens is not None:
+                file = part / folder.new_tokens.name
+                file.write_text(json.dumps(self.new_tokens._asdict()), encoding="utf-8")
+            save_texts(self.text.train, part, "train")
+            save_texts(self.text.validation, part, "validation")
+            if os.path.lexists(folder.inputs):
+                folder.own.remove(folder.own.move(folder.inputs, folder.work / "inputs.before"))
 
 
 def preflight(config: Config, progress: Progress) -> RunInputs:
