@@ -8,16 +8,21 @@ import random
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+from slipstream.watchdog.board import Board, anonymous_file
 from slipstream.watchdog.judgement import Report, describe_fault, find_fault, stall_limit
 from slipstream.watchdog.supervisor import Supervised, Supervisor, WatchSettings, open_hub
+from slipstream.watchdog.watcher import Watcher
 from slipstream.watchdog.wire import Line, wait_for, wait_for_an_end
 from support.forked import launch
 from support.parameters import first_of
@@ -377,3 +382,64 @@ def test_a_mesh_is_watched_for_deaths_until_the_pipeline_says_how_long_ranks_may
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.splitlines() == ["watched"] * 2
     assert "error" not in ended.stderr
+
+
+def reports_of(silent: float, waits_for: float, **facts: Any) -> dict[int, Report]:
+    """A rank that doesn't wait, and another one that waits for it."""
+    who = {"came": 1000.0, "is_counted": True, "was_watched": True, "step": 3}
+    return {0: Report("a", silent=silent, **who, **facts), 1: Report("b", silent=waits_for, waits=True, **who)}
+
+
+def test_who_waits_for_a_rank_that_computes_is_not_blamed() -> None:
+    """It computes within the limit, which on a busy machine takes others any time."""
+    judge = partial(find_fault, limit=5.0, now=1000.0, since_pause=100.0)
+    assert judge(reports_of(1.0, 60.0, computes=True), since_computing=0.0) is None
+    assert judge(reports_of(1.0, 60.0), since_computing=4.0) is None
+    hanging = judge(reports_of(6.0, 60.0), since_computing=6.0)
+    slow = judge(reports_of(6.0, 60.0, computes=True), since_computing=1.0)
+    assert hanging is not None
+    assert slow is not None
+    assert "hangs: it has made no progress for 6 s, and doesn't compute" in hanging.reasons[0]
+    assert "is slow: it has computed for 6 s without progress" in slow.reasons[0]
+    waiting = judge(reports_of(0.0, 60.0), since_computing=6.0)
+    assert waiting is not None
+    assert waiting.reasons == {1: "has waited for 60 s"}
+
+
+BUSY = "while True: pass"
+AS_THREAD = "import threading, time; threading.Thread(target=lambda: exec('while True: pass')).start(); time.sleep(1e4)"
+IDLE = "import time\nwhile True: time.sleep(0.2)"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs priorities of processes")
+@pytest.mark.parametrize(("program", "gets"), [(BUSY, 0.0), (AS_THREAD, 0.0), (IDLE, 0.0), (BUSY, 1.0)])
+def test_a_rank_that_finds_no_processor_has_not_been_silent(program: str, gets: float) -> None:
+    """Beside a program that burns the one processor on which both may run."""
+    one = {min(os.sched_getaffinity(0))}
+    commands = [program, *([] if gets else [BUSY])]
+    processes = [subprocess.Popen([sys.executable, "-c", command]) for command in commands]
+    mine, theirs = socket.socketpair()
+    try:
+        for process in processes:
+            os.sched_setaffinity(process.pid, one)
+        settings = {"parent": processes[0].pid, "board": Board().descriptor, "limit": None, "address": "127.0.0.1"}
+        settings |= {"port": 1, "is_reached": False, "order": anonymous_file("order")}
+        time.sleep(1.0)  # in which Python starts
+        if not gets:
+            for task in os.listdir(f"/proc/{processes[0].pid}/task"):
+                os.sched_setscheduler(int(task), os.SCHED_BATCH, os.sched_param(0))
+                os.setpriority(os.PRIO_PROCESS, int(task), 19)
+        watcher, before = Watcher(settings, Line(mine)), psutil.Process(processes[0].pid).cpu_times()
+        for _ in range(5):
+            time.sleep(1.0)
+            watcher._look()
+        facts, after = watcher._facts(), psutil.Process(processes[0].pid).cpu_times()
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+        mine.close()
+        theirs.close()
+    assert facts["computes"] == (program != IDLE)
+    used = after.user + after.system - before.user - before.system
+    assert (facts["silent"] > 4.0) if program == IDLE else (abs(facts["silent"] - used) < 1.5)

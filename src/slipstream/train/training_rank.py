@@ -240,7 +240,9 @@ def _train(config: Config, device: torch.device, stop: launch.StopRequest) -> No
         config = choose_mesh(config, device, progress)
     progress.say("ranks are connected; building the model")
     with shortage_explained():
-        Trainer(RunContext.of(config, device, progress), stop).run()
+        with watchdog_paused("building the model", uses_disk=True):
+            trainer = Trainer(RunContext.of(config, device, progress), stop)
+        trainer.run()
     dist.barrier()
     dist.destroy_process_group()
 

@@ -48,6 +48,7 @@ class Hub:
         self._remembered: Any = None
         self._num_ranks, self._limit, self._limit_setting = 0, None, ""  # which each of them says
         self._paused_at = self._looked_at = now  # when a rank was last in a phase whose silence doesn't count
+        self._computed_at = self._looked_at  # when a rank last computed, whose silence isn't too long
         self._told_at = 0.0
         self._finished: list[int] = []  # which the others were told of
         listening.setblocking(False)
@@ -181,7 +182,10 @@ class Hub:
         if len(self._reports) < self._num_ranks and not any(report.ending for report in self._reports.values()):
             return None, 0.0
         limit = stall_limit(self._limit, self._reports)
-        return find_fault(self._reports, limit, now, now - self._paused_at), limit
+        alive = [report for report in self._reports.values() if not report.ending]
+        if any(report.computes and not report.waits and report.silent <= limit for report in alive):
+            self._computed_at = now
+        return find_fault(self._reports, limit, now, now - self._paused_at, now - self._computed_at), limit
 
     def _tell(self, fault: Fault, limit: float) -> None:
         """Asks all watchers where their ranks are now, and sends the verdict if the run still can't go on."""

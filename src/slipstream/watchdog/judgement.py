@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import signal
@@ -34,12 +35,12 @@ class Report:
         has_watcher: whether its watcher is.
         was_watched: whether its watcher has ever been.
         has_lost_watcher: whether its watcher has ended, and no other has come.
-        silent: seconds in which the rank didn't get on.
+        silent: seconds in which the rank didn't get on; while it computes those of a processor.
         idle: seconds in which it neither got on nor computed, read or wrote.
         is_counted: whether its silence counts: not while it compiles, loads, saves, validates or exports.
         may_be_long: whether it is in one of those phases that use a disk, which idleness of all ranks ends.
         stopped: seconds in which the process has been stopped.
-        computes: whether it uses its processor.
+        computes: whether it uses a processor, or is ready to.
         longest: the longest silence that has counted and has ended.
         step: that runs, 0 before the first.
         ending: "" while it lives; "finished"; "dead", without a word; "gone", together with its watcher; or the error
@@ -109,7 +110,9 @@ def stall_limit(given: float | None, reports: Mapping[int, Report]) -> float:
     return max(LEAST_LIMIT, _TIMES_THE_LONGEST * max((report.longest for report in reports.values()), default=0.0))
 
 
-def find_fault(reports: Mapping[int, Report], limit: float, now: float, since_pause: float) -> Fault | None:
+def find_fault(
+    reports: Mapping[int, Report], limit: float, now: float, since_pause: float, since_computing: float = math.inf
+) -> Fault | None:
     """Returns why the run can't go on, None where it can.
 
     Args:
@@ -118,6 +121,7 @@ def find_fault(reports: Mapping[int, Report], limit: float, now: float, since_pa
         now: by the hub's clock.
         since_pause: seconds since any rank was in a phase whose silence doesn't count, for which others may have
             waited.
+        since_computing: seconds since any rank computed within the limit; who waits may have waited for that one.
     """
     if dead := {rank: _DEATHS[report.ending] for rank, report in reports.items() if report.ending in _DEATHS}:
         return Fault(dead, is_death=True)
@@ -138,7 +142,10 @@ def find_fault(reports: Mapping[int, Report], limit: float, now: float, since_pa
             return Fault({rank: _stalled(report) for rank, report in blamed.items()}, is_long=True)
     if any(now - report.came > _SECONDS_UNHEARD for report in alive.values()):
         return None  # soon it is heard again, or lost
-    silences = {rank: min(report.silent, since_pause) for rank, report in alive.items()}
+    silences = {
+        rank: min(report.silent, since_pause, since_computing if report.waits else math.inf)
+        for rank, report in alive.items()
+    }
     if not all(report.is_counted for report in alive.values()) or max(silences.values(), default=0.0) <= limit:
         return None
     # The one that others wait for may have fallen silent after them.
@@ -221,6 +228,25 @@ class ProcessState(NamedTuple):
     def is_stopped(self) -> bool:
         """Whether it runs no code until somebody lets it go on."""
         return self.letter in ("T", "t")
+
+
+_SURELY = 0.3  # of a processor, which no rank uses that only sleeps
+
+
+def computes(process: int, state: ProcessState, used: float, seconds: float) -> bool:
+    """Returns whether a process has computed in some seconds, of which it has `used` so many of a processor, or was
+    ready to: on a busy machine it may get next to nothing."""
+    if state.letter == "R" or used > _SURELY * seconds:
+        return True
+    return used > 0 and _has_ready_thread(process)  # another one than the main thread, whose state the process has
+
+
+def _has_ready_thread(process: int) -> bool:
+    for stat in Path(f"/proc/{process}/task").glob("*/stat"):
+        with suppress(OSError, IndexError):
+            if stat.read_text().rpartition(") ")[2][0] == "R":
+                return True
+    return False
 
 
 def state_of(process: int) -> ProcessState | None:

@@ -171,17 +171,18 @@ def watchdog_paused(phase: str, uses_disk: bool = False) -> Iterator[None]:
     limit.
     """
     mine = board()
-    if mine is None or mine.look().policy != StallPolicy.COUNTED:  # within another one
+    if mine is None:
         yield
         return
-    before = mine.look().phase
+    before = mine.look()
     mine.set_phase(phase)
-    mine.set_state(State.RUNNING, StallPolicy.LONG if uses_disk else StallPolicy.ANY_LENGTH)
+    if before.policy == StallPolicy.COUNTED:  # else it is within another phase, whose policy stays
+        mine.set_state(State.RUNNING, StallPolicy.LONG if uses_disk else StallPolicy.ANY_LENGTH)
     try:
         yield
     finally:
-        mine.set_phase(before)
-        mine.set_state(State.RUNNING)
+        mine.set_phase(before.phase)
+        mine.set_state(State.RUNNING, before.policy)
 
 
 def explain_loss(problem: str) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 
 from slipstream.schedule import Schedule, ScheduleError, report_wait
 from slipstream.watchdog.board import Board, RankStatus, StallPolicy, State
-from slipstream.watchdog.judgement import LEAST_LIMIT, UNREACHABLE_AFTER, end_of, state_of
+from slipstream.watchdog.judgement import LEAST_LIMIT, UNREACHABLE_AFTER, computes, end_of, state_of
 from slipstream.watchdog.supervisor import LOOK_SECONDS, PAUSED_SECONDS, accept_settings
 from slipstream.watchdog.wire import Line, Link, wait_for
 
@@ -120,6 +120,7 @@ class Watcher:
             self._changed += pause
             self._active += pause
             self._hub.heard += pause
+            self._cpu = now, self._cpu[1], self._cpu[2]
         self._looked = now
         if status.counter != self._last.counter:
             if self._last.policy == StallPolicy.COUNTED and self._last.step > 1:
@@ -132,8 +133,11 @@ class Watcher:
         elif self._stopped_since is None:
             self._stopped_since = now
         if process is not None and now - self._cpu[0] > LOOK_SECONDS / 2:
-            began, used, _ = self._cpu
-            self._cpu = now, process.cpu_seconds, (process.cpu_seconds - used) > 0.3 * (now - began)
+            seconds, used = now - self._cpu[0], process.cpu_seconds - self._cpu[1]
+            self._cpu = now, process.cpu_seconds, computes(self._parent, process, used, seconds)
+            if self._cpu[2] and process.cpu_seconds:
+                # Of a rank that computes the processor's seconds count, and not those in which others had it.
+                self._changed = min(now, self._changed + max(0.0, seconds - used))
             if (self._cpu[2] and not status.waits) or process.num_bytes - self._num_bytes > _LEAST_BYTES:
                 self._active, self._num_bytes = now, process.num_bytes
         if now - self._reported > LOOK_SECONDS / 2:

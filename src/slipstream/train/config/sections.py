@@ -184,9 +184,9 @@ class TrainingSection(Record):
     all."""
     stall_limit: PositiveFloat | Literal["off"] | None = None
     """Seconds that a rank may wait for others, or be stopped, before the run ends and names the rank at fault.
-    Compiling, loading, saving, validating and exporting don't count. Default: the larger of 60 and five times the
-    longest wait so far, and 600 before the second step as long as a rank computes. off: no process watches the
-    ranks."""
+    Building the model, compiling, loading, saving, validating and exporting don't count, nor does the time in which a
+    rank that computes finds no processor. Default: the larger of 60 and five times the longest wait so far, and 600
+    before the second step as long as a rank computes. off: no process watches the ranks."""
     check_replicas_every: int = Field(default=0, ge=0)
     """Steps between checks of weights and optimizer state for flipped bits; 0 compares copies only before each
     checkpoint."""
