@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 import difflib
+import re
 import signal
 from collections.abc import Iterable
 
 
+def printable(text: str) -> str:
+    """Returns a text that may be shown: with escapes such as \\x1b for the characters by which a file's or a host's
+    name would steer a terminal, and without the passwords of addresses."""
+    shown = _CONTROL.sub(lambda match: repr(match[0])[1:-1], text)
+    return _PASSWORD.sub(r"\1***@", shown)
+
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and ends of lines
+_PASSWORD = re.compile(r"(\b[a-zA-Z][\w+.-]*:/{1,2}[^\s/@:]*:)[^\s/@]+@")  # a path of one slash had two before
+
+
 class SlipstreamError(ValueError):
     """Bad input, found before anything runs. The command line prints it and exits with code 2."""
+
+    def __init__(self, *message: object) -> None:
+        super().__init__(*(printable(part) if isinstance(part, str) else part for part in message))
 
 
 class NonFiniteError(RuntimeError):
@@ -35,6 +50,8 @@ class RankFailedError(RuntimeError):
     Attributes:
         lost: the ranks whose processes were ended from outside, as far as a launcher of ours has seen.
     """
+
+    exit_code = 1
 
     def __init__(self, *message: object, lost: tuple[int, ...] = ()) -> None:
         super().__init__(*message)

@@ -41,7 +41,7 @@ def replaced_file(path: Path) -> Iterator[Path]:
 
 def read_kept(file: Path) -> dict[str, Any]:
     """Returns the measurements that `keep_measured` wrote to a file; none where it isn't there, or is damaged."""
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, RecursionError):
         values = json.loads(file.read_text())
         if isinstance(values, dict):
             return values

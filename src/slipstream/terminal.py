@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Never, get_args
 
-from slipstream.errors import SlipstreamError, did_you_mean
+from slipstream.errors import SlipstreamError, did_you_mean, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -180,7 +180,7 @@ def fail(message: str, code: int, at_once: bool = False) -> Never:
     or may wait for a rank that is gone, and also where an import would swallow an exception."""
     if sys.stderr.isatty():
         print("\033[?25h", end="", file=sys.stderr)  # shows the cursor, which a stopped rank may have hidden
-    sys.stderr.write(f"{message}\n")  # at once: ranks that fail at the same time may share a terminal
+    sys.stderr.write(f"{printable(message)}\n")  # at once: ranks that fail at the same time may share a terminal
     if at_once:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()

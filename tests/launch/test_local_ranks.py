@@ -20,7 +20,8 @@ from _pytest.mark import ParameterSet
 from transformers import LlamaConfig
 
 from slipstream.errors import RankFailedError
-from slipstream.launch import fork_server
+from slipstream.launch import fork_server, forked_ranks
+from slipstream.launch.forked_ranks import ForkServer
 from slipstream.launch.local_ranks import MALLOC, _raise_first_cause
 from slipstream.terminal import at_level
 from support.forked import ForkedProgram, run_alone
@@ -334,6 +335,12 @@ assert server.exitcode == 0
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems start each rank anew")
+def test_a_fork_server_that_is_killed_before_its_first_word_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forked_ranks, "_serve", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    with pytest.raises(RankFailedError, match=r"which forks the ranks, was ended by SIGKILL before it was"):
+        ForkServer()
+
+
 def test_a_fork_server_that_can_not_answer_ends_with_the_ranks_it_has_started(launcher: Path, tmp_path: Path) -> None:
     (tmp_path / "rank.py").write_text(HOLDS_THE_INTERPRETER)
     launcher.write_text(ASKS_AND_IS_GONE)

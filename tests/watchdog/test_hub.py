@@ -390,6 +390,25 @@ def reports_of(silent: float, waits_for: float, **facts: Any) -> dict[int, Repor
     return {0: Report("a", silent=silent, **who, **facts), 1: Report("b", silent=waits_for, waits=True, **who)}
 
 
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP"])
+def test_a_helper_that_is_just_starting_leaves_signals_to_its_supervisor(name: str, capfd: Any) -> None:
+    """As Ctrl-C, or the launcher that ends a rank with all that it has started."""
+    helper, _ = open_hub("127.0.0.1")
+    helper.start()
+    assert helper.process is not None
+    os.kill(helper.process.pid, signal.Signals[name])
+    deadline = time.monotonic() + SOON
+    while not helper._has_spoken and helper.line is not None and time.monotonic() < deadline:
+        wait_for([helper.line], 0.1)
+        helper.look(0.0)
+    try:
+        assert helper._has_spoken
+        assert helper.process.poll() is None
+    finally:
+        helper.close(kills=True)
+    assert capfd.readouterr().err == ""
+
+
 def test_who_waits_for_a_rank_that_computes_is_not_blamed() -> None:
     """It computes within the limit, which on a busy machine takes others any time."""
     judge = partial(find_fault, limit=5.0, now=1000.0, since_pause=100.0)

@@ -19,6 +19,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from slipstream.errors import RankFailedError
 from slipstream.schedule import add_communication, one_f_one_b
 from slipstream.watchdog import Board
 from slipstream.watchdog.watcher import doing_text, wait_lines
@@ -130,7 +131,16 @@ def test_a_killed_rank_ends_the_other_which_says_what_it_waited_for(tmp_path: Pa
     assert "waiting: in step 3 at 0B0.1 (action 7 of 8), waiting in a message" in others[0]
     assert "rank 0 waits at 0B0.1 (action 7 of 8) for 1SEND_B0.1 of rank 1." in said
     assert "missing on rank 1" in said
-    assert survivor.returncode == -signal.SIGKILL
+    assert survivor.returncode == -signal.SIGKILL  # its interpreter is held
+
+
+def test_a_rank_that_waits_for_a_killed_one_exits_with_the_code_of_a_lost_rank(tmp_path: Path) -> None:
+    """Without a launcher of ours, which would say it: whoever has started it sees no other signal."""
+    with two_ranks(tmp_path, "breathes", limit=500) as (survivor, victim):
+        victim.kill()
+        _, said = survivor.communicate(timeout=SOON)
+    assert re.match(rf"error: rank 1 \(.*, process {victim.pid}\) has ended without a word", said)
+    assert survivor.returncode == RankFailedError.exit_code == 1
 
 
 @pytest.mark.parametrize("is_stopped", first_of([False, True]))

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from slipstream.foreign_text import parse_json
+
 _BLOCK = 2**23  # bytes read at a time
 
 
@@ -87,8 +89,8 @@ def read_record(path: Path) -> dict[str, Any]:
     if data != _head(body) + body:
         raise DamagedError(f"{path.name} is truncated or has been altered")
     try:
-        record = json.loads(data)
-    except (ValueError, RecursionError):
+        record = parse_json(data)
+    except ValueError:
         record = None
     if not isinstance(record, dict) or "crc32" not in record:
         raise DamagedError(f"{path.name} isn't a JSON object, though its checksum is right")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -67,6 +69,7 @@ def dtype_name(tensor: Tensor) -> str:
 
 MANIFEST = "manifest.json"
 _FORMAT = 1
+_FILE_NAME = re.compile(r"\w[\w.-]*", re.ASCII)  # nothing that leads elsewhere, or can't be opened
 
 
 class StoredBox(NamedTuple):
@@ -139,7 +142,7 @@ class Manifest(BaseModel, extra="forbid", frozen=True):
         except ValidationError as error:
             raise DamagedError(f"{MANIFEST} isn't a manifest: {error.errors()[0]['msg']}") from None
         used = {stored.file for tensor in manifest.tensors.values() for stored in tensor.boxes}
-        if used - manifest.files.keys() or any(Path(name).name != name for name in manifest.files):
+        if used - manifest.files.keys() or not all(map(_FILE_NAME.fullmatch, manifest.files)):
             raise DamagedError(f"{MANIFEST} names files outside the checkpoint")
         try:
             for key, tensor in manifest.tensors.items():
@@ -149,6 +152,13 @@ class Manifest(BaseModel, extra="forbid", frozen=True):
         dtypes = {tensor.dtype for tensor in manifest.tensors.values()}
         if unknown := {name for name in dtypes if not isinstance(getattr(torch, name, None), torch.dtype)}:
             raise DamagedError(f"{MANIFEST} has a tensor of {min(unknown)!r}, which isn't a dtype")
+        needed = Counter[str]()
+        for tensor in manifest.tensors.values():
+            for stored in tensor.boxes:
+                needed[stored.file] += prod(stored.box.sizes) * getattr(torch, tensor.dtype).itemsize
+        for name, num_bytes in needed.items():
+            if num_bytes > manifest.files[name].size:
+                raise DamagedError(f"{MANIFEST} has {num_bytes:,} bytes of tensors in {name}, which is smaller")
         return manifest
 
     def metadata(self) -> dcp.Metadata:

@@ -8,10 +8,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import yaml
 from typer import Argument, Exit
 
 from slipstream.cli.options import TrustRemoteCode
+from slipstream.foreign_text import parse_yaml, read_text
 from slipstream.terminal import make_console, spinner
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def check(
     if report.kinds:
         console.print(_layers(report))
     file = Path(model)
-    settings = yaml.safe_load(file.read_text(encoding="utf-8")) or {} if file.suffix in (".yaml", ".yml") else {}
+    settings = parse_yaml(read_text(file)) or {} if file.suffix in (".yaml", ".yml") else {}
     is_run = "data" in settings
     preference = settings.get("preference")
     if isinstance(preference, dict) and not preference.get("dropout"):

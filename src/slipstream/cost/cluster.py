@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
@@ -14,6 +13,7 @@ from typing import Annotated, Any, get_type_hints
 import numpy as np
 
 from slipstream.errors import SlipstreamError, did_you_mean, syntax_text
+from slipstream.foreign_text import parse_json, parse_yaml, read_text
 
 SHIPPED = (
     "v100-p3.16xlarge",
@@ -237,7 +237,7 @@ def load_cluster(source: str | Path) -> Cluster:
             "a .yaml or .json file."
         )
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         raise SlipstreamError(f"can't read the cluster file {path}: {error}.") from error
     return parse_cluster(_read(text, name), name)
@@ -247,9 +247,9 @@ def _read(text: str, where: str) -> Any:
     import yaml
 
     with suppress(ValueError):  # JSON first: in YAML 1.1, 25e9 isn't a number
-        return json.loads(text)
+        return parse_json(text)
     try:
-        return yaml.safe_load(text)
+        return parse_yaml(text)
     except yaml.YAMLError as error:
         raise SlipstreamError(f"{where} is neither YAML nor JSON: {syntax_text(error)}.") from error
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -31,6 +30,7 @@ from slipstream.cost.stages import (
     unit_names,
 )
 from slipstream.errors import SlipstreamError, did_you_mean
+from slipstream.foreign_text import parse_json, read_text
 from slipstream.options import UNSHARED, Degrees
 from slipstream.schedule import Op
 from slipstream.simulator import TableCost
@@ -463,7 +463,7 @@ def load_profile(path: Path) -> Profile:
     from pydantic import TypeAdapter, ValidationError
 
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = parse_json(read_text(path))
         written = values.get("format") if isinstance(values, dict) else None
         if written != FORMAT:
             raise SlipstreamError(

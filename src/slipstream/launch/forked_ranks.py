@@ -59,6 +59,9 @@ class ForkServer:
     """
 
     def __init__(self) -> None:
+        self._codes: dict[int, int] = {}
+        self._started: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
+        self._has_ended = False
         self._connection, theirs = _FORK.Pipe()
         self._process = _FORK.Process(target=_serve, args=(theirs, self._connection, os.getpid()), name="fork server")
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _ANSWERED_BY_THE_LAUNCHER)
@@ -66,10 +69,11 @@ class ForkServer:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self.pid: int = self._process.pid
         theirs.close()
-        self.is_fit: bool = self._connection.recv()
-        self._codes: dict[int, int] = {}
-        self._started: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
-        self._has_ended = False
+        try:
+            self.is_fit: bool = self._connection.recv()
+        except (EOFError, OSError):
+            self._has_ended = True
+            raise RankFailedError(f"{self.ending} before it was ready, perhaps because memory was short") from None
         # In a thread, as a signal in the main thread could lose a message.
         threading.Thread(target=self._hear, name="ends of ranks", daemon=True).start()
 

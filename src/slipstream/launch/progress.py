@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from slipstream.errors import printable
 from slipstream.terminal import shows
 from slipstream.units import plural
 
@@ -46,7 +47,7 @@ class Progress:
         if self.console is None:
             return
         try:
-            self.console.print(text, markup=False)
+            self.console.print(printable(text) if isinstance(text, str) else text, markup=False)
         except OSError as error:
             if error.errno not in _WITHOUT_ROOM:
                 raise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -23,6 +22,7 @@ from slipstream.cost import (
     load_profile,
 )
 from slipstream.errors import SlipstreamError, syntax_text
+from slipstream.foreign_text import parse_json, parse_yaml, read_text
 from slipstream.model import (
     check_length,
     config_from_settings,
@@ -163,7 +163,7 @@ def _profile_path(cluster: str | Path | Cluster) -> Path | None:
     if isinstance(cluster, Cluster) or Path(cluster).suffix != ".json":
         return None
     try:
-        values = json.loads(Path(cluster).read_text(encoding="utf-8"))
+        values = parse_json(read_text(Path(cluster)))
     except (ValueError, OSError):
         return None  # the error is raised where it is read as a cluster
     return None if isinstance(values, dict) and "device" in values else Path(cluster)
@@ -311,8 +311,8 @@ def lora_section(model: str | Path) -> dict[str, Any] | None:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8")
-        values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        text = read_text(path)
+        values = parse_json(text) if path.suffix == ".json" else parse_yaml(text)
     except OSError as error:
         raise SlipstreamError(f"can't read the model's configuration {path}: {error.strerror}.") from error
     except (ValueError, yaml.YAMLError) as error:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.errors import SlipstreamError
+from slipstream.foreign_text import parse_json, read_text
 from slipstream.schedule import Action, Op, predecessors
 from slipstream.timeline.spans import Span, Timeline, Wait, find_waits
 
@@ -127,10 +128,10 @@ def load_trace(path: str | Path) -> tuple[Timeline, ...]:
         SlipstreamError: the file can't be read, is no such trace, or is damaged.
     """
     try:
-        trace = json.loads(Path(path).read_text(encoding="utf-8"))
+        trace = parse_json(read_text(Path(path)))
     except (OSError, UnicodeDecodeError) as error:
         raise SlipstreamError(f"can't read the timeline {path}: {error}") from None
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         raise SlipstreamError(f"{path} is not a timeline: it is not JSON ({error})") from None
     other = trace.get("otherData") if isinstance(trace, dict) else None
     if not isinstance(other, dict) or other.get("format") != _FORMAT:

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 import yaml
 
-from slipstream.errors import SlipstreamError
+from slipstream.errors import SlipstreamError, syntax_text
+from slipstream.foreign_text import parse_yaml, read_text
 from slipstream.launch import Progress
 from slipstream.model import MANY_TOKENS, check_length, load_config, longest_sequence
 from slipstream.options import Precision, Runtime
@@ -178,6 +179,19 @@ def _check_vocabulary(text: TokenisedText, model: str) -> None:
         )
 
 
+def _settings_in(run: RunFolder) -> dict[str, Any]:
+    """Returns the settings in a run's folder. Raises SlipstreamError where they can't be read."""
+    try:
+        values = parse_yaml(read_text(run.config))
+    except OSError as error:
+        raise SlipstreamError(f"can't read {run.config}, which has the run's settings: {error.strerror}") from error
+    except (yaml.YAMLError, ValueError) as error:
+        raise SlipstreamError(f"{run.config} isn't valid YAML: {syntax_text(error)}") from error
+    if not isinstance(values, dict) or not isinstance(values.get("data"), dict):
+        raise SlipstreamError(f"{run.config} holds no settings of a run; put back the file that the run has written")
+    return values
+
+
 # The settings that an evaluation takes over from a run; it has one process, and trains nothing.
 _TAKEN_OVER = ("model", "data", "preference", "training")
 _OF_A_VALIDATION = ("batch_size", "batch_tokens", "eval_batches")  # of the held-out text that is evaluated
@@ -189,7 +203,7 @@ def settings_of_run(run: RunFolder, file: str | None, seq_len: int | None, typed
     Raises:
         SlipstreamError: where settings aren't allowed, or don't fit each other.
     """
-    values = yaml.safe_load(run.config.read_text(encoding="utf-8"))
+    values = _settings_in(run)
     data = values["data"]
     if sources := data.pop("sources", None):
         data |= {name: value for name, value in sources[0].items() if name in SourceSection.model_fields}
@@ -342,7 +356,7 @@ def name_reference(config: Config, run: RunFolder | None, given: str | None) -> 
         raise SlipstreamError(
             "rewards are relative to the model before the training on preferences; name it with --reference=MODEL"
         )
-    lora = yaml.safe_load(run.config.read_text(encoding="utf-8")).get("lora") or {}
+    lora = _settings_in(run).get("lora") or {}
     if lora.get("base_precision", "full") != "full":
         began = "weights in 4 bits"
     elif not config.model.pretrained:

@@ -30,7 +30,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from slipstream.errors import SlipstreamError
+from slipstream.errors import SlipstreamError, printable
+from slipstream.foreign_text import parse_json, read_text
 from slipstream.own_files import OwnFolder, link_advice
 
 FOLDER = "slipstream-run"  # visible, so that it is copied with the rest
@@ -73,7 +74,7 @@ class FolderOwner:
         return cls(uuid.uuid4().hex, socket.gethostname(), os.getpid(), machine, started, now)
 
     def __str__(self) -> str:
-        return f"process {self.process} on host {self.host}, since {self.since}"
+        return printable(f"process {self.process} on host {self.host}, since {self.since}")
 
     def has_ended(self) -> bool:
         """Returns whether the process is known to have ended; never of one in another machine or container."""
@@ -354,11 +355,11 @@ class FolderLock:
         if not newest:
             return 0, None
         try:
-            values = json.loads(self._file(newest).read_text(encoding="utf-8"))
+            values = parse_json(read_text(self._file(newest)))
             return newest, None if values is None else FolderOwner(**values)
         except FileNotFoundError:
             return newest, None
-        except (ValueError, TypeError):  # it is just being written
+        except (OSError, ValueError, TypeError):  # it is just being written, or is nothing that a run has written
             return newest, _UNKNOWN
 
     def _numbers(self) -> list[int]:
@@ -368,8 +369,11 @@ class FolderLock:
     def _touched(self, number: int) -> int | None:
         """Returns the file's time. Opening it lets a network's disk ask its server."""
         try:
-            with self._file(number).open() as file:
-                return os.fstat(file.fileno()).st_mtime_ns
+            descriptor = os.open(self._file(number), os.O_RDONLY | os.O_NONBLOCK)
+            try:
+                return os.fstat(descriptor).st_mtime_ns
+            finally:
+                os.close(descriptor)
         except FileNotFoundError:
             return None
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from slipstream.errors import RankFailedError, SlipstreamError
+from slipstream.foreign_text import parse_json
 from slipstream.model import IGNORED
 from slipstream.pipeline import Pipeline
 from slipstream.pipeline.pipeline_options import SequenceLoss
@@ -213,7 +214,7 @@ def check_reference(config: Config, texts: Texts) -> None:
         )
     try:
         with safe_open(file, framework="np") as opened:
-            was = json.loads(opened.metadata()["slipstream"])
+            was = parse_json(opened.metadata()["slipstream"])
             _read(file)
     except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
         raise SlipstreamError(f"{file} is damaged ({error}); put a copy back, {again}") from error
@@ -231,7 +232,7 @@ def kept_reference(file: Path | None, text: TokenisedText) -> Array | None:
     if file is None or not file.is_file():
         return None
     with safe_open(file, framework="np") as opened:
-        was = json.loads(opened.metadata()["slipstream"])
+        was = parse_json(opened.metadata()["slipstream"])
         for part in ("train", "validation"):
             if (this := describe_text(text)) in was[part]:
                 return np.asarray(opened.get_tensor(f"{part}-{was[part].index(this)}"))

@@ -39,6 +39,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from slipstream.errors import SlipstreamError
+from slipstream.foreign_text import parse_json, read_text
 from slipstream.own_files import OwnFolder
 from slipstream.train.folder_lock import FOLDER, work_folder
 
@@ -205,9 +206,9 @@ class ListedFiles:
         if not self._file.exists():
             return set()
         try:
-            names = json.loads(self._file.read_text(encoding="utf-8"))["files"]
+            names = parse_json(read_text(self._file))["files"]
             return set(_inside(names))
-        except (ValueError, TypeError, KeyError) as error:
+        except (OSError, ValueError, TypeError, KeyError) as error:
             raise SlipstreamError(
                 f"{self._file} isn't a list of a run's files ({error!r}); choose another folder, or move it away with "
                 "the files around it"
@@ -241,7 +242,7 @@ def read_lines(path: Path, damaged: list[Any] | None = None) -> Iterator[dict[st
     for line in path.read_bytes().splitlines(keepends=True) if path.is_file() else ():
         record = None
         with suppress(ValueError):  # also of text that isn't UTF-8
-            record = json.loads(line)
+            record = parse_json(line)
         if isinstance(record, dict) and line.endswith(b"\n"):
             yield record
         elif damaged is not None and line.endswith(b"\n"):

@@ -41,6 +41,8 @@ sys.path.insert(0, sys.argv[1])
 importlib.import_module(sys.argv[2]).main()
 """
 _PR_SET_PDEATHSIG = 1
+# With the supervisor its helpers end.
+_MEANT_FOR_THE_SUPERVISOR = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGUSR2)
 
 
 class Supervised:
@@ -85,15 +87,20 @@ class Supervised:
         mine, theirs = socket.socketpair()
         passed = [*self._descriptors, *([] if self.listening is None else [self.listening.fileno()])]
         command = [sys.executable, "-I", "-S", "-c", _PROGRAM, _SOURCES, f"slipstream.watchdog.{self._module}"]
-        with theirs:
-            self.process = subprocess.Popen(
-                command,
-                stdin=theirs.fileno(),
-                stdout=subprocess.DEVNULL,
-                pass_fds=passed,
-                cwd="/",
-                start_new_session=self._has_own_session,
-            )
+        # A new process inherits what is blocked; it ignores these once Python has started in it.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _MEANT_FOR_THE_SUPERVISOR)
+        try:
+            with theirs:
+                self.process = subprocess.Popen(
+                    command,
+                    stdin=theirs.fileno(),
+                    stdout=subprocess.DEVNULL,
+                    pass_fds=passed,
+                    cwd="/",
+                    start_new_session=self._has_own_session,
+                )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self.line = Line(mine)
         self._began = self._heard = time.monotonic()
         self._has_spoken = False
@@ -117,6 +124,8 @@ class Supervised:
         for message in line.receive():
             self._heard, self._has_spoken, self._num_failures = now, True, 0
             self._memory = message.get("memory", self._memory)
+            if (exit_code := message.get("exit_code")) is not None:  # of a rank whose main thread waits for ever
+                os._exit(exit_code)
         if not line.is_open:  # it has ended, or is about to
             with suppress(subprocess.TimeoutExpired):
                 process.wait(_SECONDS_TO_END)
@@ -244,8 +253,9 @@ def supervised_hub(address: str) -> Iterator[WatchSettings]:
 
 def accept_settings() -> tuple[dict[str, Any], Line]:
     """Returns, in a helper process, its settings and the line to its supervisor."""
-    for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGUSR2):
-        signal.signal(signal_number, signal.SIG_IGN)  # meant for the supervisor, with which this ends
+    for signal_number in _MEANT_FOR_THE_SUPERVISOR:
+        signal.signal(signal_number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _MEANT_FOR_THE_SUPERVISOR)
     if sys.platform == "linux":
         # A helper that is stopped when its supervisor ends goes on then, so as to end too.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)

@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from slipstream.errors import RankFailedError
 from slipstream.schedule import Schedule, ScheduleError, report_wait
 from slipstream.watchdog.board import Board, RankStatus, StallPolicy, State
 from slipstream.watchdog.judgement import LEAST_LIMIT, UNREACHABLE_AFTER, computes, end_of, state_of
@@ -26,6 +27,7 @@ _SECONDS_AFTER_ITS_RANK = 15.0  # to tell the hub of its end, which may just be 
 _SECONDS_FOR_A_STACK = 0.3
 _SOON_SECONDS = 0.1  # between tries to connect, and between looks at a rank that is about to be ended
 _GRACE_SECONDS = 1.5
+_SECONDS_TO_EXIT = 2.0  # for a rank that isn't stopped, and whose interpreter isn't held
 _MOST_STACK_BYTES = 65536
 _LEAST_BYTES = 2**24  # read or written, by which a rank counts as at work: a heartbeat in a file is less
 
@@ -218,6 +220,8 @@ class Watcher:
         else:
             sys.stderr.write(f"error: {self._verdict}\n")
             sys.stderr.flush()
+            self._supervisor.send({"exit_code": RankFailedError.exit_code})
+            wait_for([self._end_of_rank], _SECONDS_TO_EXIT)
         with suppress(ProcessLookupError):
             if os.getppid() == self._parent:
                 os.kill(self._parent, signal.SIGKILL)

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from slipstream.errors import SlipstreamError, syntax_text
+from slipstream.foreign_text import parse_yaml
 from slipstream.timeline import Timeline, load_trace
 from slipstream.train.folder_lock import FolderLock
 from slipstream.train.run_folder import RunFolder, read_lines
@@ -135,7 +136,7 @@ def _has_its_step(record: Record) -> bool:
 
 def _settings(text: str, unread: list[str]) -> Record:
     try:
-        values = yaml.safe_load(text)
+        values = parse_yaml(text)
     except yaml.YAMLError as error:
         unread.append(f"config.yaml isn't valid YAML: {syntax_text(error)}")
         return {}

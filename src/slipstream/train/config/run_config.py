@@ -15,6 +15,7 @@ import yaml
 from pydantic import ValidationError, model_validator
 
 from slipstream.errors import SlipstreamError, syntax_text
+from slipstream.foreign_text import parse_yaml, read_text
 from slipstream.option_problems import describe_problems, records_in
 from slipstream.options import SHARED_WORK, Memory, Precision, Record, Runtime
 from slipstream.train.config import sections
@@ -280,13 +281,13 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     Raises SlipstreamError for a file that can't be read, an unknown key or a value that isn't allowed.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-        values = tomllib.loads(text) if path.suffix == ".toml" else yaml.load(text, _Loader)
+        text = read_text(path)
+        values = tomllib.loads(text) if path.suffix == ".toml" else parse_yaml(text, _Loader)
     except _TwiceError as error:
         raise SlipstreamError(f"{path}: {error}") from None
     except OSError as error:
         raise SlipstreamError(f"can't read the configuration {path}: {error.strerror}") from error
-    except (yaml.YAMLError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         kind = "TOML" if path.suffix == ".toml" else "YAML"
         raise SlipstreamError(f"{path} isn't valid {kind}: {syntax_text(error)}") from error
     if not isinstance(values, dict):
@@ -513,7 +514,7 @@ def set_override(values: dict[str, Any], override: str) -> None:
         if not isinstance(section, dict):
             raise SlipstreamError(f"can't set {name}: {part} is the value {section!r}, not a section")
     try:
-        section[key] = yaml.safe_load(text)
+        section[key] = parse_yaml(text)
     except yaml.YAMLError as error:
         hint = "; put quotes around what begins with a *" if "*" in text else ""
         raise SlipstreamError(f"the value of {name}={text!r} isn't valid YAML: {syntax_text(error)}{hint}") from error

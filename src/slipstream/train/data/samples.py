@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from array import array
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from slipstream.errors import SlipstreamError
+from slipstream.foreign_text import parse_json
 from slipstream.launch import Progress
 from slipstream.model import IGNORED
 from slipstream.train.config import SourceSection
@@ -228,7 +228,7 @@ def _tools(given: Any) -> Any:
     if not isinstance(given, str) or not given:
         return given or None
     try:
-        return json.loads(given)
+        return parse_json(given)
     except ValueError as error:
         raise SlipstreamError(f"tools must be a list of tools, or JSON text of one, and this isn't: {error}") from error
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from hashlib import blake2b
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.errors import SlipstreamError
+from slipstream.foreign_text import parse_json
 from slipstream.train.config import SourceSection
 
 _READ_FOR_TEXT = 65536  # bytes; a file that begins with so many blank ones is read whole
@@ -175,7 +175,7 @@ def _bad_line_of(path: Path) -> str:
             except UnicodeDecodeError:
                 return f"{path}, line {place} isn't UTF-8 text; convert the file, as iconv -f UTF-16 -t UTF-8 does"
             try:
-                row = json.loads(line) if line.strip() else {}
+                row = parse_json(line) if line.strip() else {}
             except ValueError as error:
                 return f"{path}, line {place} isn't JSON ({error}): {shown}. Fix the line, or leave it out"
             if not isinstance(row, dict):
