@@ -28,11 +28,10 @@ from slipstream.launch.local_ranks import first_node, is_task, torchrun_variable
 from slipstream.launch.rendezvous import (
     address_towards,
     differences,
-    find_address,
-    find_interface,
     hash_sources,
     is_loopback,
 )
+from slipstream.network_interfaces import find_address, find_interface
 from slipstream.train.config import load_config
 from slipstream.train.preflight import load_model_config
 from slipstream.train.preflight.model_checks import check_layers
@@ -277,7 +276,9 @@ def test_a_wrong_interface_is_told_on_every_rank(network: Network) -> None:
     variables = [slurm_variables(0, 2), slurm_variables(1, 2) | {"GLOO_SOCKET_IFNAME": "eth9"}]
     for result in network.run([WORKER] * 2, variables):
         assert result.returncode == 1
-        expected = "error: rank 1 (node1): GLOO_SOCKET_IFNAME=eth9, but the interfaces here are eth0, lo"
+        expected = (
+            "error: rank 1 (node1): GLOO_SOCKET_IFNAME=eth9, but there is no 'eth9'; the interfaces here are eth0, lo"
+        )
         assert expected in result.stderr
 
 

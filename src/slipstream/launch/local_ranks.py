@@ -25,6 +25,7 @@ from slipstream.errors import NonFiniteError, RankFailedError, SlipstreamError, 
 from slipstream.kept_files import replaced_file
 from slipstream.launch.forked_ranks import ForkedRank, ForkServer
 from slipstream.launch.stop_request import STOP_SIGNALS, RequestCount, kept_hub
+from slipstream.network_interfaces import interface_problems
 from slipstream.watchdog import exit_text, listen_at, loopback_address, num_ended_for_memory, wait_for_an_end
 
 if TYPE_CHECKING:
@@ -94,6 +95,8 @@ def launch_ranks(
         StoppedRunError: if the ranks have ended as TERM or USR1 asked them to; both are passed on to them.
         KeyboardInterrupt: after Ctrl-C.
     """
+    for problem in interface_problems(os.environ, uses_nccl=False).values():
+        raise SlipstreamError(problem)
     places = range(places) if isinstance(places, int) else places
     num_ranks = len(places)
     store, address, port = loopback_store()

@@ -16,13 +16,13 @@ from itertools import chain, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import psutil
 import torch
 import torch.distributed as dist
 import transformers
 
 from slipstream.errors import RankFailedError, SlipstreamError, StoppedRunError
 from slipstream.launch.stop_request import StopRequest
+from slipstream.network_interfaces import GLOO, NCCL, find_address, find_interface, interface_problems, joining_hint
 from slipstream.parallel import RENDEZVOUS_SECONDS, accepts, connected_store, describe_held_port, ranks_text, time_limit
 from slipstream.version import __version__
 from slipstream.watchdog import listen_at, loopback_address
@@ -30,7 +30,6 @@ from slipstream.watchdog import listen_at, loopback_address
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-_INTERFACE = "GLOO_SOCKET_IFNAME"
 _CONNECT_SECONDS = 10.0
 _OVER = "over"  # a key of the store
 _IDLE_SECONDS = 0.5
@@ -64,7 +63,7 @@ class RendezvousPoint:
         except KeyError as missing:
             raise SlipstreamError(
                 f"RANK and WORLD_SIZE are set, but {missing} is not; start with torchrun or srun, which set it, or "
-                f"set it to the place where rank 0 runs"
+                f"set it to the place where rank 0 runs{joining_hint(environment)}"
             ) from None
         except ValueError as error:
             raise SlipstreamError(
@@ -94,7 +93,8 @@ def connect_ranks(facts: Mapping[str, str], problem: str | None = None, is_elast
     place = replace(place, attempt="any") if is_elastic else place
     ranks = ConnectedRanks(place, _connect(place))
     mine = address_towards(place.address, place.port)
-    here = [socket.gethostname(), mine, dict(facts), problem or _interface_problem()]
+    problem = problem or interface_problems(os.environ, uses_nccl=False).get(GLOO)
+    here = [socket.gethostname(), mine, dict(facts), problem]
     ranks.hosts, addresses, all_facts, problems = zip(*ranks.gather("ranks", here), strict=True)
     ranks.end_where(_describe_problems(problems, ranks.hosts) or _describe_differences(all_facts, ranks.hosts))
     ranks.address = _choose_address(mine, addresses)
@@ -176,7 +176,7 @@ class ConnectedRanks:
         return (
             f"rank {place.rank} connected to {place}, but of {place.world_size} ranks these didn't within "
             f"{place.seconds:g} seconds: {', '.join(absent)}. See their output; if they only start late, wait "
-            f"longer with {RENDEZVOUS_SECONDS}={2 * place.seconds:g}"
+            f"longer with {RENDEZVOUS_SECONDS}={2 * place.seconds:g}{joining_hint(os.environ)}"
         )
 
 
@@ -197,7 +197,8 @@ def _connect(place: RendezvousPoint) -> Store:
 
     store = connected_store(connect, place.seconds)
     if isinstance(store, Exception):
-        raise SlipstreamError(_describe_silence(place, str(store).splitlines()[0])) from store
+        silence = _describe_silence(place, str(store).splitlines()[0])
+        raise SlipstreamError(silence + joining_hint(os.environ)) from store
     return dist.PrefixStore(f"slipstream/{place.attempt}", store)  # type: ignore[attr-defined]
 
 
@@ -233,22 +234,14 @@ def _resolve(place: RendezvousPoint) -> str:
     return " or ".join(dict.fromkeys(str(entry[4][0]) for entry in entries))
 
 
-def _interface_problem() -> str | None:
-    """Returns the problem of the interfaces that the user named, if any."""
-    chosen, known = os.environ.get(_INTERFACE), sorted(name for _, name in socket.if_nameindex())
-    if chosen is None or set(chosen.split(",")) <= set(known):
-        return None
-    return f"{_INTERFACE}={chosen}, but the interfaces here are {', '.join(known)}; remove it, or name one of them"
-
-
 def _choose_address(mine: str, all_addresses: Sequence[str]) -> str:
     """Returns the address at which other ranks reach this one, and names its interface to gloo unless the user did.
 
     `mine` is on the route to the master. On the master's machine that can be the loopback interface (Debian's
     /etc/hosts gives the host's name to it); there, the route to a rank of another machine counts.
     """
-    chosen = os.environ.get(_INTERFACE)
-    if chosen is not None:
+    chosen = os.environ.get(GLOO)
+    if chosen:
         return find_address(chosen.partition(",")[0]) or mine
     if len(set(all_addresses)) == 1:
         mine = loopback_address()  # all are on this machine, and no other should reach them
@@ -256,7 +249,7 @@ def _choose_address(mine: str, all_addresses: Sequence[str]) -> str:
         mine = address_towards(next(address for address in all_addresses if not is_loopback(address)), port=9)
     interface = find_interface(mine)
     if interface is not None:
-        os.environ[_INTERFACE] = interface
+        os.environ[GLOO] = interface
     return mine
 
 
@@ -274,7 +267,7 @@ def _try_connections(ranks: ConnectedRanks, address: str) -> list[str | None]:
             problem = (
                 f"no connection to {name_ranks([following], ranks.hosts)} at {host}, port {port} ({error}). The ranks "
                 "communicate directly, at ports that the system chooses: let firewalls pass TCP between the nodes, or "
-                f"name the interface between them in {_INTERFACE} and NCCL_SOCKET_IFNAME on each node"
+                f"name the interface between them in {GLOO} and {NCCL} on each node"
             )
         return ranks.gather("connected", problem)
 
@@ -382,24 +375,3 @@ def address_towards(host: str, port: int) -> str:
 def is_loopback(address: str) -> bool:
     """Returns whether an address can only be reached from this machine."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
-
-
-def find_interface(address: str) -> str | None:
-    """Returns the name of the interface with this address, such as `eth0`; None if there is none."""
-    return next((name for name, known in _list_addresses() if known == address), None)
-
-
-def find_address(interface: str) -> str | None:
-    """Returns the first address of an interface, IPv4 before IPv6; None if there is none."""
-    return next((address for name, address in _list_addresses() if name == interface), None)
-
-
-def _list_addresses() -> list[tuple[str, str]]:
-    """Returns pairs of interface and address, all IPv4 addresses first."""
-    return [
-        (name.partition(":")[0], entry.address.partition("%")[0])  # eth0:1 is an alias on eth0, %eth0 a scope
-        for family in (socket.AF_INET, socket.AF_INET6)
-        for name, entries in psutil.net_if_addrs().items()
-        for entry in entries
-        if entry.family == family
-    ]

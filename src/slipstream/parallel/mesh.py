@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from slipstream.errors import SlipstreamError
+from slipstream.network_interfaces import interface_problems, joining_hint
 from slipstream.options import Degrees
 from slipstream.parallel.gpus import TransportName, check_transport, choose_backend, gpu_of, share_gpus_by_nccl
 from slipstream.parallel.rank_group import RankGroup
@@ -406,10 +407,12 @@ def _make_group(
             f"WORLD_SIZE={environment['WORLD_SIZE']} says that several processes run, but {', '.join(missing)} is "
             "missing, so they can't be connected. Start them with torchrun, call "
             "torch.distributed.init_process_group(...) before the Pipeline is made, or, for a process by itself, "
-            "remove WORLD_SIZE."
+            f"remove WORLD_SIZE{joining_hint(environment)}."
         )
     store, rank, size = _launched_store(environment)
     watch_store(store, rank, size, stall_limit, is_provisional)
+    for problem in interface_problems(environment, "nccl" in backend).values():  # now the others hear of it
+        raise SlipstreamError(f"rank {rank} on {socket.gethostname()}: {problem}")
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=NO_LIMIT)
     end_group_at_exit()
 
@@ -433,7 +436,7 @@ def _launched_store(environment: Mapping[str, str]) -> tuple[Store, int, int]:
     if not isinstance(store, Exception):
         return store, rank, size
     place, reason = f"MASTER_ADDR={address}, MASTER_PORT={port}", str(store).partition("\n")[0]
-    raise SlipstreamError(describe_held_port(rank, place, reason)) from store
+    raise SlipstreamError(describe_held_port(rank, place, reason) + joining_hint(environment)) from store
 
 
 def describe_held_port(rank: int, place: str, reason: str) -> str:

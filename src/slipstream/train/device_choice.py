@@ -8,6 +8,7 @@ import torch
 
 from slipstream.errors import SlipstreamError
 from slipstream.model import check_compiler
+from slipstream.network_interfaces import interface_problems
 from slipstream.parallel import choose_backend, describe_sharing, gpu_of, refuse_shards
 from slipstream.train.config import Config
 from slipstream.units import plural
@@ -88,6 +89,8 @@ def check_machine(config: Config) -> None:
             "a GPU"
         )
     backends = choose_backends(config) if config.num_processes > 1 else ""
+    for problem in interface_problems(os.environ, "nccl" in backends).values():
+        raise SlipstreamError(problem)
     if config.parallel.shard == "parameters" and backends == "gloo" and choose_device_type(config) == "cuda":
         refuse_shards()
     if config.runtime.fused:

@@ -19,6 +19,7 @@ from transformers.utils.logging import disable_progress_bar
 from slipstream import launch
 from slipstream.errors import SlipstreamError
 from slipstream.model import trust_remote_code
+from slipstream.network_interfaces import joining_hint
 from slipstream.parallel import NO_LIMIT, RankGroup, share_gpus_by_nccl, shortage_explained
 from slipstream.schedule import Schedule
 from slipstream.terminal import go_on_in, log_details, make_console, outlast_readers
@@ -67,7 +68,8 @@ def join_run(config: Config) -> None:
     except SlipstreamError as error:
         problem = str(error)
     if os.environ["RANK"] == "0":
-        launch.Progress(make_console()).say(f"connecting {plural(config.num_processes, 'rank')}")
+        why = f"RANK and WORLD_SIZE={os.environ['WORLD_SIZE']} are set: " if joining_hint(os.environ) else ""
+        launch.Progress(make_console()).say(f"{why}connecting {plural(config.num_processes, 'rank')}")
     ranks = launch.connect_ranks(_describe(config), problem, is_elastic)
     if not is_elastic:
         check_world_size(config)
@@ -157,11 +159,11 @@ def check_world_size(config: Config, environment: Mapping[str, str] = os.environ
     if num_ranks == config.pipeline.num_ranks:
         raise SlipstreamError(
             f"the launcher started {world_size} processes, but pipeline.num_ranks={num_ranks} needs {num_ranks}; use "
-            f"torchrun --nproc-per-node={num_ranks} or --pipeline.num_ranks={world_size}"
+            f"torchrun --nproc-per-node={num_ranks} or --pipeline.num_ranks={world_size}{joining_hint(environment)}"
         )
     raise SlipstreamError(
         f"the launcher started {world_size} processes, but {config.mesh_text} need {num_ranks}; start {num_ranks} "
-        f"processes, or choose numbers whose product is {world_size}"
+        f"processes, or choose numbers whose product is {world_size}{joining_hint(environment)}"
     )
 
 

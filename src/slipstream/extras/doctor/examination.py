@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from slipstream.extras.doctor.finding import Check, Finding, error_text, isolated
 from slipstream.kept_files import processor_name
+from slipstream.network_interfaces import GLOO, NCCL, interface_problems
 from slipstream.units import bytes_text
 from slipstream.version import __version__
 
@@ -94,6 +95,7 @@ def _checks_of_torch() -> Iterator[tuple[str, Check]]:
     yield "GPUs", devices.find_gpus
     yield "links", devices.find_device_links
     yield "communication", find_backends
+    yield "interfaces", find_interfaces
     yield "loopback", find_loopback
     yield "matrix product", devices.find_products
     yield "attention", devices.find_attention
@@ -296,6 +298,19 @@ def find_backends() -> Iterator[Finding]:
         return
     version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
     yield Finding("NCCL", ".".join(map(str, version)) if isinstance(version, tuple) else str(version))
+
+
+def find_interfaces() -> Iterator[Finding]:
+    """Yields the interfaces that variables name for gloo and NCCL, and whether they are there."""
+    import torch
+
+    uses_nccl = torch.cuda.is_available() and torch.cuda.device_count() > 1
+    problems = interface_problems(os.environ, uses_nccl=True)
+    for name in (GLOO, NCCL):
+        if os.environ.get(name):
+            problem, is_vital = problems.get(name), name == GLOO or uses_nccl
+            known = (problem, None) if is_vital else (None, problem)
+            yield Finding("interface", f"{name}={os.environ[name]}", *known)
 
 
 def find_loopback() -> Iterator[Finding]:
