@@ -230,3 +230,13 @@ def test_a_rank_that_runs_out(config: Path, started_by: str) -> None:
     if started_by == "itself":
         assert "To need less memory, try in this order: " in ended.stderr.splitlines()[-1]
         assert BETTER in ended.stderr.splitlines()[-1]
+
+
+@pytest.mark.more
+def test_building_the_model_may_take_longer_than_a_wait(tmp_path: Path) -> None:
+    """As where PEFT is imported, or weights are read, on a busy machine."""
+    changes = {"training.stall_limit": 2, "checkpoint.every": 0}
+    config = write_config(tmp_path, tiny_training(1, 0, **SMALL), changes)
+    ended = run_alone(WORKERS / "training" / "slow_building.py", "5", "train", config)
+    assert ended.returncode == 0, ended.stderr
+    assert "hangs" not in ended.stderr

@@ -230,18 +230,14 @@ class ProcessState(NamedTuple):
         return self.letter in ("T", "t")
 
 
-_SURELY = 0.3  # of a processor, which no rank uses that only sleeps
+SURELY_COMPUTES = 0.3
+"""Of a processor, which no rank uses that only sleeps."""
 
 
-def computes(process: int, state: ProcessState, used: float, seconds: float) -> bool:
-    """Returns whether a process has computed in some seconds, of which it has `used` so many of a processor, or was
-    ready to: on a busy machine it may get next to nothing."""
-    if state.letter == "R" or used > _SURELY * seconds:
+def is_ready(process: int, state: ProcessState) -> bool:
+    """Returns whether a thread of a process computes, or would if it found a processor."""
+    if state.letter == "R":  # the main thread
         return True
-    return used > 0 and _has_ready_thread(process)  # another one than the main thread, whose state the process has
-
-
-def _has_ready_thread(process: int) -> bool:
     for stat in Path(f"/proc/{process}/task").glob("*/stat"):
         with suppress(OSError, IndexError):
             if stat.read_text().rpartition(") ")[2][0] == "R":

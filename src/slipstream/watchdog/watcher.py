@@ -18,7 +18,14 @@ from typing import Any
 from slipstream.errors import RankFailedError
 from slipstream.schedule import Schedule, ScheduleError, report_wait
 from slipstream.watchdog.board import Board, RankStatus, StallPolicy, State
-from slipstream.watchdog.judgement import LEAST_LIMIT, UNREACHABLE_AFTER, computes, end_of, state_of
+from slipstream.watchdog.judgement import (
+    LEAST_LIMIT,
+    SURELY_COMPUTES,
+    UNREACHABLE_AFTER,
+    end_of,
+    is_ready,
+    state_of,
+)
 from slipstream.watchdog.supervisor import LOOK_SECONDS, PAUSED_SECONDS, accept_settings
 from slipstream.watchdog.wire import Line, Link, wait_for
 
@@ -41,7 +48,7 @@ class Watcher:
         self._board = Board(settings["board"])
         self._last: RankStatus = self._board.look()
         self._changed = self._reported = self._looked = self._active = time.monotonic()
-        self._num_bytes = 0
+        self._num_bytes, self._is_ready = 0, False
         self._stopped_since: float | None = None
         self._longest, self._cpu = 0.0, (time.monotonic(), 0.0, False)
         self._end_by: float | None = None  # when the rank is ended
@@ -136,7 +143,11 @@ class Watcher:
             self._stopped_since = now
         if process is not None and now - self._cpu[0] > LOOK_SECONDS / 2:
             seconds, used = now - self._cpu[0], process.cpu_seconds - self._cpu[1]
-            self._cpu = now, process.cpu_seconds, computes(self._parent, process, used, seconds)
+            # A thread that looks at something every second is rarely ready, and hardly twice in a row.
+            was_ready, self._is_ready = self._is_ready, is_ready(self._parent, process)
+            computes = process.letter == "R" or used > SURELY_COMPUTES * seconds
+            computes = computes or (self._is_ready and (used > 0 or was_ready))
+            self._cpu = now, process.cpu_seconds, computes
             if self._cpu[2] and process.cpu_seconds:
                 # Of a rank that computes the processor's seconds count, and not those in which others had it.
                 self._changed = min(now, self._changed + max(0.0, seconds - used))
