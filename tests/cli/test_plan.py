@@ -33,7 +33,7 @@ from support.forked import slipstream_command
 from support.hand_made_plan import MODEL, make_plan
 from support.hybrids import HYBRIDS
 from support.parameters import first_of
-from support.tiny_training import metrics_of, run_training, steps_of
+from support.tiny_training import run_training, steps_of
 
 SEQ_LEN = 64
 CLUSTER: dict[str, Any] = {
@@ -409,7 +409,7 @@ def test_a_plan_with_replicas_and_shared_layers_is_trained(cluster: Path, tmp_pa
     written = plan_file(model, cluster, output, **degrees)
     assert written["parallel"] == {"data": 2, "tensor": 2, "shard": "optimizer", "sequence_parallel": True}
     train(4, output)
-    assert len(metrics_of(tmp_path / "run")[-1]["peak_memory"]) == 4
+    assert len(steps_of(tmp_path / "run")[-1]["peak_memory"]) == 4
 
 
 @pytest.mark.more
@@ -425,7 +425,7 @@ def test_a_plan_with_sharded_parameters_is_trained(
     assert written["parallel"] == {"data": 2, "tensor": 1, "shard": "parameters"}
     assert written["training"]["precision"] == "bf16-weights"
     train(2, output)
-    assert len(metrics_of(tmp_path / "run")[-1]["peak_memory"]) == 2
+    assert len(steps_of(tmp_path / "run")[-1]["peak_memory"]) == 2
 
 
 # --- what can't be planned -------------------------------------------------------------------------------------------

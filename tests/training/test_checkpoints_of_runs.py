@@ -392,7 +392,11 @@ def test_nothing_is_written_of_a_damaged_checkpoint_or_of_another_model(
     ("place", "step", "message"),
     [
         ("{run}/absent", None, "there is no folder .*absent; give a run's output folder or a checkpoint: runs/a"),
-        ("{run}/model", None, "there are no checkpoints in .*model: runs with --checkpoint.every"),
+        (
+            "{run}/model",
+            None,
+            "there are no checkpoints in .*model: runs leave them in .*, unless",
+        ),
         ("{run}/checkpoints/" + LAST, "2", "--step=2 chooses among the checkpoints of a run"),
         ("{here}/step-00000004", None, "isn't in the folder checkpoints/ of a run"),
         ("{run}", "best", "--step=best isn't a step; give that of a checkpoint, latest or last-good"),

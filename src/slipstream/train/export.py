@@ -202,8 +202,8 @@ def choose_checkpoint(place: Path, step: str | None = None, best: bool = False) 
     wanted = ("best" if best else _parse(step)) if one is None else _only(place, one, option)
     if not CheckpointFolder(run.checkpoints).steps():
         raise SlipstreamError(
-            f"there are no checkpoints in {run.path}: runs with --checkpoint.every=... leave them in "
-            f"{run.checkpoints}. Give a run's output folder or a checkpoint: {_EXAMPLE}"
+            f"there are no checkpoints in {run.path}: runs leave them in {run.checkpoints}, unless "
+            f"checkpoint.every is 0. Give a run's output folder or a checkpoint: {_EXAMPLE}"
         )
     if best:
         require_best(CheckpointFolder(run.checkpoints))
