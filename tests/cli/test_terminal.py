@@ -9,6 +9,7 @@ import os
 import pty
 import re
 import select
+import shutil
 import struct
 import termios
 from pathlib import Path
@@ -22,7 +23,7 @@ from typer.testing import CliRunner
 from slipstream.cli import app
 from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress
-from slipstream.terminal import LEVELS, Level, at_level, log_details, make_console, shows
+from slipstream.terminal import LEVELS, LastingStream, Level, at_level, log_details, make_console, shows
 from support.forked import COMMAND, ForkedProgram, slipstream_command
 from support.tiny_training import tiny_llama
 
@@ -232,3 +233,30 @@ def test_a_pipe_has_colours_where_they_are_asked_for_and_no_bars(
         "step 1/9: loss 2",
     ]
     assert "\x1b[?25l" not in said  # the cursor stays
+
+
+def test_what_nobody_reads_goes_on_in_a_file_that_is_made_again(tmp_path: Path) -> None:
+    """Somebody removes the run's folder, which the run makes again; and a link there is not followed."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    file = tmp_path / "run" / "output.log"
+    file.parent.mkdir()
+    with os.fdopen(writer, "w") as raw:
+        stream = LastingStream(raw)
+        stream.go_on_in(file)
+        for text in ("first\n", "lost\n", "third\n", "linked\n"):
+            if text == "lost\n":
+                shutil.rmtree(file.parent)
+            elif text == "third\n":
+                file.parent.mkdir()
+            elif text == "linked\n":
+                assert file.read_text() == "third\n"
+                (tmp_path / "other").touch()
+                file.unlink()
+                file.symlink_to(tmp_path / "other")
+            else:
+                assert not file.exists()
+            stream.write(text)
+            stream.flush()
+            assert file.exists() == (text != "lost\n")
+    assert (tmp_path / "other").read_text() == ""
