@@ -16,6 +16,7 @@ from slipstream.checkpoint.files import write_record
 from slipstream.cost import load_cluster, load_profile
 from slipstream.errors import SlipstreamError, printable
 from slipstream.extras.run_page import write_run_page
+from slipstream.model import load_config as load_model_config
 from slipstream.planning.plan_model import lora_section
 from slipstream.timeline import load_trace
 from slipstream.train.config import load_config
@@ -114,6 +115,15 @@ def test_descriptions_and_measurements(tmp_path: Path, read: Callable[[Path], ob
     file.write_text(text)
     with pytest.raises(SlipstreamError) as raised:
         read(file)
+    assert len(str(raised.value)) < 2000
+
+
+@pytest.mark.parametrize("text", [DEEP, "[1]", "1", f'{{"model_type": "llama", "a": {DEEP}}}', f'{{"a": {LONG}}}'])
+def test_a_models_configuration(tmp_path: Path, text: str) -> None:
+    """Which transformers reads."""
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(SlipstreamError) as raised:
+        load_model_config(str(tmp_path))
     assert len(str(raised.value)) < 2000
 
 

@@ -115,7 +115,9 @@ def _settings(path: str) -> dict[str, Any]:
     """Returns the settings in a model's config.json."""
     try:
         settings: dict[str, Any] = PretrainedConfig.get_config_dict(path)[0]
-    except (OSError, ValueError) as error:
+        if not isinstance(settings, dict):
+            raise TypeError("its config.json isn't a JSON object")
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         reason = str(error).partition("\n")[0]
         if Path(path).exists():
             raise SlipstreamError(f"no model at {path!r}: expected a folder with config.json. {reason}") from error
