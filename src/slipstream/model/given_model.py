@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
 
@@ -21,6 +21,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.model.adapters import Adapter, TrainedWeights
 from slipstream.model.attached_code import HOOKS
 from slipstream.model.config import check_is_causal_lm, with_settings
+from slipstream.model.dispatched_functions import DispatchedFunctions, dispatched_by, dispatched_by_config
 from slipstream.model.loading import meta_model
 from slipstream.model.tensors import tied_names
 from slipstream.model.toy import quiet_transformers
@@ -29,6 +30,8 @@ HOOK_NAMES = dict(zip(HOOKS, ("forward pre-hook", "forward hook", "backward pre-
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 _GROWS = "num_hidden_layers"
 _NUMBER = "layer_idx"
+_GENERAL = ("torch.", "transformers.modeling_utils", "transformers.generation", "transformers.utils")
+_NOTES = ("name_or_path", "loss_type", "gradient_checkpointing", "is_gradient_checkpointing", "vocab_size")
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,7 @@ class GivenModel:
         shared: the names of each parameter that several layers share, in the model's order; the first is canonical.
         renumbered: the names of modules whose `layer_idx` isn't their layer's place, as where a layer was deleted.
         gradient_hooks: the names of parameters with hooks on their gradients.
+        dispatched: functions of the user's that it calls by names.
     """
 
     config: PretrainedConfig
@@ -60,6 +64,13 @@ class GivenModel:
     shared: tuple[tuple[str, ...], ...] = ()
     renumbered: tuple[str, ...] = ()
     gradient_hooks: tuple[str, ...] = ()
+    dispatched: DispatchedFunctions = field(default_factory=DispatchedFunctions)
+
+    @classmethod
+    def of_config(cls, config: PretrainedConfig) -> GivenModel | None:
+        """Returns how a model made of a configuration differs from transformers'; None where it doesn't."""
+        dispatched = dispatched_by_config(config)
+        return cls(config, dispatched=dispatched) if dispatched else None
 
     def changes_within(self, *names: str) -> list[Change]:
         """Returns the changes of modules of these names and of their parts."""
@@ -99,7 +110,9 @@ def compare_with_config(model: PreTrainedModel, adapter: Adapter | None = None) 
         for name, module in model.named_modules()
         if getattr(module, _NUMBER, None) != getattr(expected_modules.get(name), _NUMBER, None)
     ]
-    return GivenModel(config, tuple(changes), tuple(sorted(shared)), tuple(renumbered), tuple(hooked))
+    return GivenModel(
+        config, tuple(changes), tuple(sorted(shared)), tuple(renumbered), tuple(hooked), dispatched_by(model)
+    )
 
 
 def _described(model: PreTrainedModel, reference: PreTrainedModel) -> PretrainedConfig:
@@ -187,13 +200,30 @@ def _differences(module: nn.Module, like: nn.Module) -> Iterator[str]:
         mine, theirs = ({name for name, hook in at[kind].items() if hook is not None} for at in (own, expected))
         for name in sorted(mine ^ theirs):
             yield f"{'has' if name in mine else 'lacks'} {name!r}" + (", which its class doesn't have" * (name in mine))
-    if isinstance(module, PreTrainedModel):
-        return  # it keeps transformers' notes on how it was loaded
+    # A model keeps transformers' notes on how it was loaded, which its class doesn't make.
+    is_noted = isinstance(module, PreTrainedModel)
     for name in own.keys() | expected.keys():
+        if name in own and name not in expected and name != "forward" and _is_in_place_of_a_method(module, name):
+            yield f"has a {name} of its own"
         if name.startswith("_") or name in ("training", "forward", _NUMBER) or isinstance(own.get(name), nn.Module):
+            continue
+        if is_noted and (name not in own or name not in expected or name in _NOTES):
             continue
         if not _same_value(own.get(name), expected.get(name)):
             yield f"has {name}={own.get(name)!r}, not {expected.get(name)!r}"
+
+
+def _is_in_place_of_a_method(module: nn.Module, name: str) -> bool:
+    """Returns whether an attribute replaces a method that the module's forward may call: of a model's own file, and not
+    of those by which it generates."""
+    if (
+        not callable(vars(module)[name])
+        or isinstance(vars(module)[name], nn.Module)
+        or name.startswith("prepare_inputs")
+    ):
+        return False
+    kinds = (kind for kind in type(module).__mro__ if not kind.__module__.startswith(_GENERAL))
+    return any(callable(vars(kind).get(name)) for kind in kinds)
 
 
 def _hooks(module: nn.Module, like: nn.Module | None = None) -> Iterator[str]:

@@ -25,6 +25,7 @@ from transformers import (
     PreTrainedModel,
     Qwen3MoeConfig,
 )
+from transformers.integrations.moe import ExpertsInterface, batched_mm_experts_forward
 
 from slipstream import Memory, Parallelism, Pipeline, SequenceLoss, SlipstreamError, make_mesh
 from slipstream.model import causal_cross_entropy
@@ -369,6 +370,10 @@ def dropout() -> None:
     ].abs().max()
 
 
+def _with_squared_weights(module: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    return batched_mm_experts_forward(module, hidden, index, weights**2)  # type: ignore[no-any-return]
+
+
 def refusals() -> None:
     """What can't be exact is refused on every rank, with what to type."""
     with pytest.raises(SlipstreamError, match=r"ep=3: experts are spread over replicas, of which there are 2.*1, 2"):
@@ -381,6 +386,11 @@ def refusals() -> None:
     ):
         with pytest.raises(SlipstreamError, match=words):
             make_pipe(model, mesh=mesh)
+    ExpertsInterface.register("squared", _with_squared_weights)
+    own: PreTrainedModel = build(ARCHITECTURES["mixtral"])
+    own.set_experts_implementation("squared")
+    with pytest.raises(SlipstreamError, match=r"'squared' is a function of your own in ExpertsInterface.*Use ep=1"):
+        make_pipe(own, mesh=mesh)
     with patch.object(step_graphs, "recorder_of", lambda _: RecordedOps()):
         said = str(make_pipe(model_of("qwen3_moe"), mesh=mesh, cuda_graphs=True))
     assert "CUDA graphs: none, as how many tokens go to each expert is read on the host" in said

@@ -70,6 +70,12 @@ class TrialResult:
     halves: str = ""
     again: str = ""
 
+    def joined(self, other: TrialResult) -> TrialResult:
+        """Returns the reasons of both, this one's first."""
+        return TrialResult(
+            *(mine or theirs for mine, theirs in zip(vars(self).values(), vars(other).values(), strict=True))
+        )
+
 
 class _EndedTrialError(Exception):
     """Raised with a TrialResult where nothing more can be tried."""
@@ -155,12 +161,12 @@ class _Trial:
             whole = run_whole(model, self._anatomy, self._tokens, _CUTS)
             rows = [run_whole(model, self._anatomy, row[None], _CUTS).outputs for row in self._tokens]
             apart = {place: torch.cat([row[place] for row in rows]) for place in whole.outputs}
-            if not result.rows and _differ(apart, whole.outputs, bound):
+            if not result.rows and differ(apart, whole.outputs, bound):
                 result = replace(result, rows=f"{blamed}, which computes a sequence alone in another way")
             if not result.tokens:
                 sliced = run_sliced([self._stage(copy_with_shared_weights(model))], self._anatomy, self._tokens, _CUTS)
                 pairs = (sliced.outputs, whole.outputs), (sliced.gradients, whole.gradients)
-                if any(_differ(*pair, bound) for pair in pairs):
+                if any(differ(*pair, bound) for pair in pairs):
                     message = f"{blamed}, which computes a slice in another way than the whole sequence"
                     result = replace(result, tokens=message)
         return result
@@ -372,8 +378,8 @@ class _TokenRun:
         self._output = first_output(output)
 
 
-def _differ(found: dict[str, Tensor], expected: dict[str, Tensor], bound: float) -> bool:
-    """Returns whether tensors differ, or one has none."""
+def differ(found: dict[str, Tensor], expected: dict[str, Tensor], bound: float) -> bool:
+    """Returns whether tensors differ by `bound` or more, or one is missing among those found."""
     errors = relative_errors(found, expected, floor=1e-6) if found.keys() >= expected.keys() else {"": 1.0}
     return not all(error < bound for error in errors.values())
 

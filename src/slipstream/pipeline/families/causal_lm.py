@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from math import inf
 from typing import Never
@@ -118,8 +119,8 @@ class CausalLMFamily(ModelFamily):
             check_tensor_parallel(self.config, *cut)
         self._anatomy = find_anatomy(self.config)
         self._changed: ChangedModel | None = None
-        if source.given is not None:
-            self._changed = self._tried(source, source.given)
+        if (given := source.given or GivenModel.of_config(self.config)) is not None:
+            self._changed = self._tried(source, given)
             self._anatomy = self._changed.outlined(self._anatomy)
         self._restricts_pieces = self._changed is not None and self._changed.restricts_pieces
         self._head_names: HeadNames | None = None  # of a head that is spread
@@ -129,9 +130,9 @@ class CausalLMFamily(ModelFamily):
 
     def _tried(self, source: WeightSource, given: GivenModel) -> ChangedModel:
         """Returns the parts that the changes of a model in memory keep from being computed apart. Collective."""
-        model = source.load(self._anatomy, [], None)
-        layers = model.get_submodule(self._anatomy.layers)
-        if given.shared:
+        model = None if source.given is None else source.load(self._anatomy, [], None)
+        if model is not None and given.shared:
+            layers = model.get_submodule(self._anatomy.layers)
             separate_modules([(layers, name, layer) for name, layer in layers._modules.items() if layer is not None])
         parts = given, model, self._anatomy, self._self_check
         return ChangedModel.tried(*parts, self._ranks, self._options)
@@ -239,11 +240,15 @@ class CausalLMFamily(ModelFamily):
         names = self._head_names if layout.spreads_vocabulary else None
         heads = {} if names is None else spread_heads(model, names, layout.training, here)
 
+        anatomy = self._anatomy
+        if self._changed is not None and self._changed.given.dispatched.attention is not None:
+            anatomy = replace(anatomy, attends_itself=True)  # the user's function stays in its place
+
         def made() -> dict[int, CausalLMStage]:
             stages = {}
             for g in here:
                 stages[g] = CausalLMStage(
-                    *(copy_with_shared_weights(model), self._anatomy, layout.layers[g], self._device),
+                    *(copy_with_shared_weights(model), anatomy, layout.layers[g], self._device),
                     head=heads.get(g),
                     router_loss=self._router_loss,
                     recompute=layout.recompute,

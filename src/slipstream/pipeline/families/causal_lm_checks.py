@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from slipstream.errors import SlipstreamError
 from slipstream.model import ModelAnatomy, SelfCheck
 from slipstream.model.given_model import GivenModel
+from slipstream.model.self_check.dispatched_trial import alone, try_dispatched
 from slipstream.model.self_check.instance_trial import TrialResult, try_changes
 from slipstream.options import SHARED_WORK
 from slipstream.parallel import Ranks
@@ -33,7 +34,7 @@ class ChangedModel:
     def tried(
         cls,
         given: GivenModel,
-        model: PreTrainedModel,
+        model: PreTrainedModel | None,
         anatomy: ModelAnatomy,
         check: SelfCheck | None,
         ranks: Ranks,
@@ -41,11 +42,18 @@ class ChangedModel:
     ) -> ChangedModel:
         """Tries the changes on the leader, unless self-checks are off. Collective.
 
-        Raises SlipstreamError for a mesh or an option that no changed model can have.
+        Raises SlipstreamError for a mesh or an option that no changed model can have. `model` is one in memory.
         """
-        result = TrialResult()
+        own = given.dispatched
+        if own.loss and options.loss_fn is None:
+            raise SlipstreamError(
+                f"the model's {own.loss}, but a Pipeline trains on the cross-entropy of the next token. Give its loss "
+                "as loss_fn=..., a function of (logits, targets) that returns (sum, count). To train on "
+                "cross-entropy set model.loss_function = transformers.loss.loss_utils.ForCausalLMLoss."
+            )
+        result = alone(own)
         is_shared = [f"{' and '.join(names[:2])} are one weight" for names in given.shared]
-        if changed := [*given.changes, *is_shared]:
+        if changed := [*given.changes, *is_shared, *own]:
             first = changed[0]
             for way in SHARED_WORK:
                 if way.splits_weights and getattr(ranks.degrees, way.degree) > 1:
@@ -58,8 +66,11 @@ class ChangedModel:
                     f"{first}, which hasn't been shown to be exact with parallel.shard='parameters'. Use "
                     "parallel.shard='optimizer'."
                 )
-            if check is not None and given.changes:
-                result = ranks.run_on_leader(lambda: try_changes(given, model, anatomy, check.packs_any_length))
+            if check is not None and any(own):
+                result = ranks.run_on_leader(lambda: try_dispatched(given.config, anatomy, own))
+            if check is not None and given.changes and model is not None:
+                tried = ranks.run_on_leader(lambda: try_changes(given, model, anatomy, check.packs_any_length))
+                result = result.joined(tried)
         if given.renumbered and (anatomy.attends_itself or (check is not None and check.carries_states)):
             raise SlipstreamError(
                 f"{given.renumbered[0]} has another layer_idx than its place in {anatomy.layers}, by which layers of "
