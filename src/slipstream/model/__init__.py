@@ -51,8 +51,10 @@ from slipstream.model.self_check import (
     TokenCuts,
     check_carried_state,
     check_causal,
+    check_packed,
     check_sliceable,
     find_label_loss,
+    longest_packed_sequence,
 )
 from slipstream.model.tensors import (
     SavedStorages,

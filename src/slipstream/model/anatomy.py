@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from slipstream.model.hooks.crossing_tensors import (
     find_layer_tensors,
     takes_more,
 )
-from slipstream.model.layer_range import LayerHalf, ModelEnd
+from slipstream.model.layer_range import LayerHalf, LayerRange, ModelEnd
 from slipstream.model.tensors import has_parameters
 from slipstream.model.toy import (
     WatchedToy,
@@ -90,12 +90,13 @@ class ModelAnatomy:
         """Returns the layers of a model of this architecture, or an earlier cut's placeholders."""
         return list(model.get_submodule(self.layers).children())
 
-    def stage_of(self, parameter: str, stages: Sequence[Collection[object]]) -> int:
-        """Returns which of the stages, given by the layers they own, computes with the parameter of this name."""
+    def stages_of(self, parameter: str, stages: Sequence[LayerRange]) -> set[int]:
+        """Returns which of the stages, given by the layers they own, may compute with the parameter of this name: of a
+        layer that is cut in two both."""
         if parameter.startswith(f"{self.layers}."):
             layer = int(parameter.removeprefix(f"{self.layers}.").partition(".")[0])
-            return next(stage_index for stage_index, owned in enumerate(stages) if layer in owned)
-        return 0 if _within(parameter, self.before) else len(stages) - 1
+            return {stage_index for stage_index, owned in enumerate(stages) if layer in owned.layers}
+        return {0 if _within(parameter, self.before) else len(stages) - 1}
 
     def first_position(self, config: PretrainedConfig) -> int:
         """Returns the position of a sequence's first token."""

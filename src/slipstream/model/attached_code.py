@@ -18,6 +18,7 @@ from contextlib import suppress
 from functools import partial
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType
 from typing import Any, TypeVar
+from weakref import ReferenceType
 
 import torch
 from torch import Tensor, nn
@@ -255,7 +256,34 @@ def code_referents(code: FunctionType | MethodType | partial[Any]) -> list[Any]:
         return [code.__func__, code.__self__]
     if isinstance(code, partial):
         return [code.func, *code.args, *code.keywords.values()]
-    return [*map(cell_contents, code.__closure__ or ()), *(code.__defaults__ or ())]
+    keywords = (code.__kwdefaults__ or {}).values()
+    return [*map(cell_contents, code.__closure__ or ()), *(code.__defaults__ or ()), *keywords]
+
+
+def references(values: Iterable[object]) -> Iterator[nn.Module | Tensor]:
+    """Yields the modules and tensors that values hold: in containers, closures, defaults and partials, and in the
+    attributes of objects that are called. Of a module its parameters and buffers, too."""
+    seen: set[int] = set()
+    waiting: list[Any] = [*values]
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, nn.Module | Tensor):
+            yield value
+            if isinstance(value, nn.Module):  # which may be in no layer, over weights that are
+                yield from (*value.parameters(), *value.buffers())
+        elif isinstance(value, dict):
+            waiting += value.values()
+        elif isinstance(value, list | tuple | set | frozenset):
+            waiting += value
+        elif isinstance(value, FunctionType | MethodType | partial):
+            waiting += [*code_referents(value), getattr(value, "__dict__", {})]
+        elif isinstance(value, ReferenceType):
+            waiting.append(value())
+        elif callable(value) and not isinstance(value, type):
+            waiting.append(getattr(value, "__dict__", {}))
 
 
 def separate_modules(layers: Iterable[tuple[nn.Module, str, nn.Module]]) -> None:

@@ -55,7 +55,7 @@ from slipstream.model.hooks.token_slice import (
 )
 from slipstream.model.initial_states import give_initial_states
 from slipstream.model.layer_range import LayerRange, ModelEnd
-from slipstream.model.pipeline_stage import PipelineStage, SpreadExperts
+from slipstream.model.pipeline_stage import PipelineStage, SpreadExperts, in_evaluation
 from slipstream.model.tensors import Tensors, TensorSpec
 from slipstream.model.vocabulary import SpreadEmbedding, SpreadHead, separate_head, shared_weights
 from slipstream.model.weight_gradients import add_expert_gradients_in_place, add_weight_gradients_in_place
@@ -363,11 +363,8 @@ class CausalLMStage(PipelineStage):
         zero = torch.zeros(1, 1, dtype=torch.int64, device=self._device)
         token_slice = TokenSlice(zero, zero, None, start=0, length=length, max_position=length - 1)
         inputs = tuple(torch.zeros(s.shape, dtype=s.dtype, device=self._device) for s in self.receives(token_slice))
-        was_training = self.model.training
-        self.model.eval()
-        with torch.no_grad(), kept_frequencies(self.model), running_alone():
+        with in_evaluation([self.model]), torch.no_grad(), kept_frequencies(self.model), running_alone():
             self.compute(token_slice, inputs, ContextStore(length), records_masks)
-        self.model.train(was_training)
 
 
 _BLOCK = 64  # tokens that draw from one generator

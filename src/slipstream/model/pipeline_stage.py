@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -78,3 +79,17 @@ class PipelineStage(Protocol):
     def state(self) -> dict[str, Tensor]:
         """Returns the stage's part of the unsplit model's state dict."""
         ...
+
+
+@contextmanager
+def in_evaluation(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Sets evaluation mode; in the end each part of the modules has its own mode again."""
+    parts = [part for module in modules for part in module.modules()]
+    modes = [part.training for part in parts]
+    for part in parts:
+        part.training = False
+    try:
+        yield
+    finally:
+        for part, mode in zip(parts, modes, strict=True):
+            part.training = mode

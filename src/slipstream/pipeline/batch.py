@@ -56,7 +56,7 @@ class Batch:
                 name = "labels" if place == len(tensors) else "inputs"
                 kind = type(tensor).__name__
                 raise SlipstreamError(f"{name} are of type {kind}: give a tensor, or a list of tensors.")
-            moved.append(None if tensor is None else tensor.to(device))
+            moved.append(None if tensor is None else _moved(tensor, device))
         *here, labels, positions, documents, values = moved
         is_tuple = isinstance(inputs, tuple)
         return cls(tuple(here), is_tuple, labels, positions, documents, values)  # type: ignore[arg-type]
@@ -90,14 +90,14 @@ class Batch:
                 )
 
         def moved(tensors: Sequence[Tensor]) -> list[Tensor]:
-            return [tensor.to(device) for tensor in tensors]
+            return [_moved(tensor, device) for tensor in tensors]
 
         return cls(
             tuple(moved(rows) for rows in zip(*tensors, strict=True)),
             isinstance(lists["inputs"][0], tuple),
             moved(lists["labels"]),
             document_ids=moved(lists["document_ids"]) if "document_ids" in lists else None,
-            sequence_values=None if sequence_values is None else sequence_values.to(device),
+            sequence_values=None if sequence_values is None else _moved(sequence_values, device),
         )
 
     @property
@@ -127,7 +127,7 @@ class Batch:
         if position_ids is None:  # they restart in documents, which padding has none of
             return replace(self, are_rows=True, max_position=width - 1 if self.document_ids is None else None)
         device = self.targets[0].device
-        rows = [row[:length].to(device) for row, length in zip(position_ids, lengths, strict=True)]
+        rows = [_moved(row[:length], device) for row, length in zip(position_ids, lengths, strict=True)]
         counts = all(torch.equal(row, torch.arange(len(row), device=device)) for row in rows)
         largest = int(position_ids.max())
         return replace(self, are_rows=True, position_ids=None if counts else rows, max_position=largest)
@@ -251,6 +251,12 @@ def document_numbers(position_ids: Tensor) -> Tensor:
     numbers = torch.zeros_like(position_ids)
     numbers[..., 1:] = (position_ids[..., 1:] != position_ids[..., :-1] + 1).cumsum(-1)
     return numbers
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """Returns a tensor on the device, one that a backward may keep: not as made within torch.inference_mode()."""
+    moved = tensor.to(device)
+    return moved.clone() if moved.is_inference() and not torch.is_inference_mode_enabled() else moved
 
 
 def given_batch(

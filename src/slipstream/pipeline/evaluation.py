@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from slipstream.errors import SlipstreamError
 from slipstream.model import IGNORED, token_cross_entropy
+from slipstream.model.pipeline_stage import in_evaluation
 from slipstream.parallel import RankGroup
 from slipstream.parallel.tensor import gather_vocabulary, vocabulary_token_losses
 from slipstream.pipeline.batch import Batch, Inputs, Lengths, Rows, padded_as
@@ -144,14 +145,8 @@ class PipelineEvaluation(PipelineFacts):
         end."""
         runtime = self._runtime
         runtime.calls.name = call
-        modes = {stage: stage.model.training for stage in runtime.stages.values()}
-        runtime.train(False)
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            for stage, training in modes.items():
-                stage.model.train(training)
+        with in_evaluation(stage.model for stage in runtime.stages.values()), torch.no_grad():
+            yield
         runtime.parameters.release()
 
 

@@ -126,7 +126,12 @@ class Pipeline(PipelineEvaluation, PipelineSaving):
         records = memory, parallel, precision, runtime, layers
         place = mesh, num_ranks, device
         options = PipelineOptions(*order, loss_fn, *records, *place, microbatches, vocabulary, router_loss, rates)
-        self._runtime = PipelineRuntime(model, options)
+        if torch.is_inference_mode_enabled():
+            raise SlipstreamError(
+                "a Pipeline within torch.inference_mode() couldn't be trained: make it outside of that."
+            )
+        with torch.enable_grad():  # for what is tried
+            self._runtime = PipelineRuntime(model, options)
         self.train()
 
     @classmethod
@@ -263,7 +268,8 @@ class Pipeline(PipelineEvaluation, PipelineSaving):
         self._runtime.family.add_embedding_noise(alpha, length)
 
     def train(self) -> Self:
-        """Sets training mode: dropout is on."""
+        """Sets training mode: dropout is on, but in parts that were in evaluation mode when the pipeline took a model
+        in training mode."""
         self._runtime.train(True)
         return self
 

@@ -95,6 +95,13 @@ class PipelineRuntime:
         self.tensor_parallel: TensorParallel | None
         with watchdog_paused("loading the model", uses_disk=True):
             self.stages, self.tensor_parallel = self.family.make_stages(self.layout)
+        self._kept_in_evaluation = [
+            module
+            for stage in self.stages.values()
+            if stage.model.training
+            for module in stage.model.modules()
+            if not module.training
+        ]
         num_frozen = count_frozen(self.stages, self.ranks, self.layout.order)
         # Their backwards are left out, but not where "auto" measures them, nor of a schedule whose messages are given,
         # nor where gradients go past stages.
@@ -205,7 +212,7 @@ class PipelineRuntime:
         self.calls.name = "step"
 
         # 1. Plan the step, and cut the batch into what its actions run on.
-        batch = self._cut_to_train(whole, plan, num_targets is None)
+        batch = self._cut_to_train(whole, plan, num_targets is None, loss_scale)
         batch = replace(batch, loss_scale=loss_scale, num_targets=checked_num_targets(batch, num_targets))
         if self._adds_router_loss:
             batch = batch.with_loss_shares()
@@ -230,7 +237,7 @@ class PipelineRuntime:
             self._first_steps.observe(self._timeline())
         return StepLoss.of(loss)
 
-    def _cut_to_train(self, whole: Batch, plan: StepPlan | None, needs_targets: bool) -> SplitBatch:
+    def _cut_to_train(self, whole: Batch, plan: StepPlan | None, needs_targets: bool, loss_scale: float) -> SplitBatch:
         """Returns the batch as the next step cuts it, once its open settings are planned. Collective.
 
         Raises SlipstreamError where the next step would hold more than the memory limit.
@@ -240,7 +247,7 @@ class PipelineRuntime:
                 self.calls.start((), of_list=True)
                 self.calls.finish()
             self.memory_limit.prepare_rows(self.settings.splits)
-        batch = self._cut(whole, plan, needs_targets, has_backward=True)
+        batch = self._cut(whole, plan, needs_targets, has_backward=True, loss_scale=loss_scale)
         if self.settings.is_tuning:
 
             def holds() -> HeldBytes:
@@ -265,7 +272,12 @@ class PipelineRuntime:
         return False
 
     def _cut(
-        self, whole: Batch, given: StepPlan | None = None, needs_targets: bool = True, has_backward: bool = False
+        self,
+        whole: Batch,
+        given: StepPlan | None = None,
+        needs_targets: bool = True,
+        has_backward: bool = False,
+        loss_scale: float = 1.0,
     ) -> SplitBatch:
         """Cuts the batch as the next step does, whose schedule it adopts, and counts the valid targets of all replicas.
         Sequences of different lengths are planned first. With `has_backward` some rank must train something.
@@ -274,6 +286,12 @@ class PipelineRuntime:
         self.settings.is_resting = whole.is_ragged
 
         def cut() -> tuple[SplitBatch, int]:
+            if has_backward and not torch.is_grad_enabled():
+                within = "torch.inference_mode()" if torch.is_inference_mode_enabled() else "torch.no_grad()"
+                raise SlipstreamError(
+                    f"step within {within} would give no gradients: call it outside of that. pipe.evaluate gives the "
+                    "loss alone."
+                )
             if self.layout.num_frozen_stages:
                 check_frozen(self.stages, self.layout)
             if plan is None:
@@ -282,7 +300,8 @@ class PipelineRuntime:
             else:
                 batch = self.family.split(whole, plan.microbatches, self._seed(), plan.groups)
                 order = plan.schedule
-            if self._losses.may_say_divisor and len(self.layout.layers) - 1 in self.stages:
+            if len(self.layout.layers) - 1 in self.stages:
+                batch = replace(batch, loss_scale=loss_scale)
                 self._losses.try_on(batch, self.family.output_forms, has_backward)
             return batch, order.checksum
 
@@ -419,9 +438,12 @@ class PipelineRuntime:
         return gather_state(self.stages.values(), self.ranks, self.parameters)
 
     def train(self, training: bool) -> None:
-        """Sets the mode of all stages of this process."""
+        """Sets the mode of all stages of this process, but of parts that were in evaluation mode in a model in training
+        mode."""
         for stage in self.stages.values():
             stage.model.train(training)
+        for module in self._kept_in_evaluation:
+            module.eval()
 
     def rehearsed_step(self, whole: Batch) -> RehearsedStep:
         """Returns the next step for a rehearsal, were it on this batch. Collective."""
@@ -459,7 +481,8 @@ class PipelineRuntime:
         self._laid_out(schedule)
 
     def _seed(self) -> int:
-        return keyed_seed(*self.random_state, self.ranks.copies.rank)
+        """Returns the seed of the next step of this replica, whose ranks that share slices draw by their part."""
+        return keyed_seed(*self.random_state, self.ranks.data.rank)
 
     def _to_rehearse(self, whole: Batch, batch: SplitBatch) -> RehearsedStep:
         are_alike = self.settings.are_microbatches_alike and not whole.is_ragged

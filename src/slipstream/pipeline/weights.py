@@ -170,6 +170,10 @@ def in_memory(model: object) -> WeightSource:
             "model is on the meta device, so it has no weights. Use Pipeline.from_config(config, seed=...) or "
             "Pipeline.from_pretrained(folder): each rank then makes only its own layers."
         )
+    if any(parameter.is_inference() for parameter in model.parameters()):
+        raise SlipstreamError(
+            "model was made within torch.inference_mode(), so it can't be trained. Make it outside of that."
+        )
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         raise SlipstreamError(
             "model has gradient checkpointing enabled, which would run its layers again outside of the schedule. "

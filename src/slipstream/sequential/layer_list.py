@@ -6,11 +6,9 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import chain
-from types import FunctionType, MethodType
-from typing import Any, ClassVar
-from weakref import ReferenceType
+from types import FunctionType
+from typing import ClassVar
 
 from torch import Tensor, nn
 from torch.nn.modules import module as module_of_torch
@@ -19,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from slipstream.attention import ContextStore
 from slipstream.errors import SlipstreamError
 from slipstream.keyed_draws import keyed_seed
-from slipstream.model.attached_code import HOOKS, code_referents
+from slipstream.model.attached_code import HOOKS, references
 from slipstream.model.given_model import HOOK_NAMES
 from slipstream.model.tensors import Tensors
 from slipstream.model.weight_gradients import is_compiled
@@ -213,25 +211,7 @@ def _ids_of_several(layers: Sequence[SequentialLayer]) -> set[int]:
 
 def _references(module: nn.Module) -> Iterator[object]:
     """Yields the modules and tensors that a module and its parts hold: in attributes, containers, hooks, closures."""
-    seen: set[int] = set()
-    waiting: list[Any] = [value for part in module.modules() for value in vars(part).values()]
-    while waiting:
-        value = waiting.pop()
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, nn.Module | Tensor):
-            yield value
-            if isinstance(value, nn.Module):  # which may be in no layer, over weights that are
-                yield from (*value.parameters(), *value.buffers())
-        elif isinstance(value, dict):
-            waiting += value.values()
-        elif isinstance(value, list | tuple | set | frozenset):
-            waiting += value
-        elif isinstance(value, FunctionType | MethodType | partial):
-            waiting += [*code_referents(value), getattr(value, "__dict__", {})]
-        elif isinstance(value, ReferenceType):
-            waiting.append(value())
+    return references(value for part in module.modules() for value in vars(part).values())
 
 
 def find_skip_routes(layers: Sequence[SequentialLayer]) -> list[SkipRoute]:

@@ -200,6 +200,27 @@ def _read_another(model: Any, source: int, reader: int) -> None:
     model.model.layers[reader].register_forward_hook(lambda module, args, output: output + 0.3 * kept["hidden"])
 
 
+@change(
+    "weight of another layer",
+    "a hook that reads a weight of another layer",
+    names="layers.0|layers.3",
+    **everywhere_in(IN_STAGES),
+)
+def _(model: Any) -> None:
+    weight = model.model.layers[3].mlp.up_proj.weight
+    model.model.layers[0].register_forward_hook(lambda module, args, output: output * (1 + weight.mean()))
+
+
+@change(
+    "weight of the head",
+    "a layer's hook that reads `model.lm_head.weight`",
+    names="layers.0|lm_head",
+    **everywhere_in(IN_STAGES),
+)
+def _(model: Any) -> None:
+    model.model.layers[0].register_forward_hook(lambda module, args, output: output * (1 + model.lm_head.weight.mean()))
+
+
 @change("gradient clamped", "`weight.register_hook` that clamps gradients", names="up_proj", **everywhere_in(IN_PIECES))
 def _(model: Any) -> None:
     model.model.layers[1].mlp.up_proj.weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))

@@ -16,11 +16,12 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import BloomConfig, DeepseekV3Config, LlamaConfig, PretrainedConfig, PreTrainedModel
 
 from slipstream import Pipeline, SequenceLoss, SlipstreamError, make_mesh
+from slipstream.model import causal_cross_entropy
 from slipstream.parallel import RankGroup
 from slipstream.pipeline.execution import step_graphs
 from slipstream.planner.joint import ProfileUnits
@@ -324,6 +325,19 @@ def dropout() -> None:
     assert len(set(seeds)) == 1
 
 
+def noise() -> None:
+    """Noise on embeddings is that of one process, however slices are cut and shared."""
+    inputs, found = tokens(), []
+    for mesh, slices in (({}, 1), ({"mesh": make_mesh(cp=2)}, 3), ({"mesh": make_mesh(cp=2)}, [33, 31])):
+        torch.manual_seed(5)
+        pipe = make_pipe(model_of("llama"), slices=slices, **mesh)
+        pipe.add_embedding_noise(7.0, inputs.shape[1])
+        with no_rounding_inside():
+            found.append(float(pipe.step(inputs, inputs)))
+        assert abs(found[0] - float(pipe.evaluate(inputs, inputs))) > 1e-4
+    assert max(found) - min(found) < BOUND * found[0], found
+
+
 def given_loss() -> None:
     """A loss of the user's own is tried on tokens apart, also of whole slices, and needs a token on each rank."""
 
@@ -341,6 +355,14 @@ def given_loss() -> None:
     pipe = make_pipe(model_of("llama"), mesh=make_mesh(cp=2), slices=SLICES, loss_fn=smoothed)
     with pytest.raises(SlipstreamError, match="a slice of 1 tokens with a loss_fn, shared by 2 ranks"):
         pipe.step(inputs, inputs)
+
+    scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+    pipe = make_pipe(
+        model_of("llama"), mesh=make_mesh(cp=2), slices=3, loss_fn=lambda o, t: causal_cross_entropy(o * scale, t)
+    )
+    with pytest.raises(SlipstreamError, match=r"loss_fn has a parameter of its own, \(\).*Use dp=1 and cp=1"):
+        pipe.step(inputs, inputs)
+    assert scale.grad is None
 
     def squared(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         total, count = smoothed(logits, targets)
@@ -439,7 +461,18 @@ MESHES: dict[str, Callable[[], object]] = {
     "llama4": partial(rows, "llama4_text", PIPELINE),
 }
 OTHERS = by_name(
-    *(pairs, routers, what_it_says, apart, exchanged_bytes, gathered_bytes, chosen_exchange, held_context, dropout),
+    *(
+        pairs,
+        routers,
+        what_it_says,
+        apart,
+        exchanged_bytes,
+        gathered_bytes,
+        chosen_exchange,
+        held_context,
+        dropout,
+        noise,
+    ),
     *(recorded, given_loss, refused, resumed, adapters, planned),
 )
 TWO |= OTHERS

@@ -167,9 +167,11 @@ class SliceContext:
         return self.seed(self.layer, "attention", self.calls_in_layer, *rank)
 
     def seed(self, *place: object) -> PlaceSeed:
-        """Returns a seed keyed by step, place, microbatch and slice, so every split and schedule draws the same."""
+        """Returns a seed keyed by step, place, microbatch, slice and part of it, so every split and schedule draws the
+        same."""
         tokens = self.token_slice
-        return PlaceSeed(tokens.seed, (place, tokens.microbatch, tokens.index))
+        part = (tokens.part,) if tokens.part else ()
+        return PlaceSeed(tokens.seed, (place, tokens.microbatch, tokens.index, *part))
 
 
 class RunningForward(Protocol):

@@ -5,7 +5,9 @@ from slipstream.model.self_check.comparison import (
     LabelLoss,
     SelfCheck,
     check_causal,
+    check_packed,
     check_sliceable,
     find_label_loss,
+    longest_packed_sequence,
 )
 from slipstream.model.self_check.toy_runs import TokenCuts, check_carried_state

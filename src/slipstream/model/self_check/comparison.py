@@ -40,6 +40,7 @@ from slipstream.model.toy import (
     reference_model,
     relative_errors,
     toy_config,
+    toy_failure,
     toy_model,
     toy_tokens,
 )
@@ -78,15 +79,29 @@ class SelfCheck:
         """Whether layers see earlier tokens by more than attention through transformers' interface."""
         return any(path - {"attention"} for path in self.paths)
 
-    def check_packed(self, length: int) -> None:
-        """Raises SlipstreamError if documents packed in a sequence of `length` tokens would not be exact."""
-        if length > self.longest_packed:
-            limit = f"of more than {self.longest_packed} tokens " if self.longest_packed else ""
-            raise SlipstreamError(
-                f"the batch has several documents in a sequence of {length} tokens, but {self.model_type!r} counts "
-                "positions from the sequence's start, not from the document's, so that packed documents "
-                f"{limit}would influence each other. Give one document per sequence."
-            )
+
+def longest_packed_sequence(config: PretrainedConfig) -> float:
+    """Returns how long sequences of several documents may be, in tokens, as `check_sliceable` finds it beside all else.
+    Not collective."""
+    try:
+        with torch.enable_grad(), full_precision():
+            return _longest_packed(_ToyPair(toy_config(config), find_anatomy(config)), config)
+    except SlipstreamError:
+        raise
+    except Exception as error:  # the model's own code
+        raise refusal(config, toy_failure(config, error)) from error
+
+
+def check_packed(config: PretrainedConfig, longest: float, length: int) -> None:
+    """Raises SlipstreamError if documents packed in a sequence of `length` tokens, more than `longest`, would not be
+    exact."""
+    if length > longest:
+        limit = f"of more than {longest} tokens " if longest else ""
+        raise SlipstreamError(
+            f"the batch has several documents in a sequence of {length} tokens, but {config.model_type!r} counts "
+            "positions from the sequence's start, not from the document's, so that packed documents "
+            f"{limit}would influence each other. Give one document per sequence."
+        )
 
 
 def check_sliceable(config: PretrainedConfig, anatomy: ModelAnatomy | None = None) -> SelfCheck:

@@ -38,6 +38,7 @@ from slipstream.model.hooks.attention import use_attention
 from slipstream.model.hooks.crossing_tensors import first_output, hidden_states, with_hidden_states
 from slipstream.model.hooks.token_slice import TokenSlice
 from slipstream.model.layer_range import LayerRange
+from slipstream.model.reached_tensors import NamedWeights, TakenStorages, parts_reached
 from slipstream.model.self_check.toy_runs import TOLERANCE, TokenCuts, run_sliced, run_whole
 from slipstream.model.toy import full_precision, relative_errors
 
@@ -62,6 +63,7 @@ class TrialResult:
         halves: a child of a layer from its other children.
         again: the same tokens a second time, as recomputation does, and the first token by which a stage learns its
             masks.
+        reached: a part from others of whose weights it takes one, each with that weight's names.
     """
 
     tokens: str = ""
@@ -69,6 +71,7 @@ class TrialResult:
     layers: str = ""
     halves: str = ""
     again: str = ""
+    reached: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
     def joined(self, other: TrialResult) -> TrialResult:
         """Returns the reasons of both, this one's first."""
@@ -188,12 +191,14 @@ class _Trial:
         if not all(map(torch.equal, first, again)):
             raise _EndedTrialError(TrialResult(again=f"{blamed}, {_DIFFERS}"))
         if states != _states(model):
-            return TrialResult(*[f"{blamed}, which keeps a state from call to call"] * 2)
+            keeps = f"{blamed}, which keeps a state from call to call"
+            return TrialResult(keeps, keeps)
         # 2. Two other tokens, one by a little and one by a lot, at the layer's input and at those of its changed parts,
         #    where no norm takes a factor away; and another word, where the changed parts are outside of the layers.
         row, places = _ROW, list(_PLACES)
         mixes_tokens = f"{blamed}, which mixes tokens of a sequence"
-        mixes_rows = TrialResult(*[f"{blamed}, which mixes the sequences of a batch"] * 2)
+        mixes_sequences = f"{blamed}, which mixes the sequences of a batch"
+        mixes_rows = TrialResult(mixes_sequences, mixes_sequences)
         result = TrialResult()
         others = torch.ones(2, _TOKENS, dtype=torch.bool, device=self._device)
         others[row, places] = False
@@ -238,6 +243,8 @@ class _Trial:
         for name, part in parts.items():
             part.register_forward_pre_hook(partial(enter, name), with_kwargs=True, prepend=True)
             part.register_forward_hook(partial(leave, name))
+        weights = NamedWeights(self._model.named_parameters(remove_duplicate=False))
+        taken: dict[str, set[int]] = {}
         with torch.no_grad():
             model(input_ids=self._tokens, use_cache=False)
             recording = False
@@ -246,14 +253,18 @@ class _Trial:
                 self._check_time(_named(self._elsewhere))
                 if calls[name]:
                     args, kwargs, expected = calls[name]
-                    leaves, again = (tree_leaves(parts[name](*args, **kwargs)) for _ in range(2))
+                    with TakenStorages() as noted:
+                        leaves = tree_leaves(parts[name](*args, **kwargs))
+                    again = tree_leaves(parts[name](*args, **kwargs))
+                    if name not in children:
+                        taken[name] = noted.found
                     if not all(map(_is_same_leaf, leaves, again)):
                         changes = self._given.changes_within(name) or self._given.changes
                         raise _EndedTrialError(TrialResult(again=f"{_named(changes)}, {_DIFFERS}"))
                     if not all(map(_is_same_leaf, leaves, tree_leaves(expected))):
                         reason = f"{name} takes more than its input from other modules, as through a hook"
                         return TrialResult(halves=reason, layers="" if name in children else reason)
-        return TrialResult()
+        return TrialResult(reached=tuple(parts_reached(taken, weights, parts)))
 
     def _copy(
         self, kept: set[int], dtype: torch.dtype | None, shares: bool = False, trains: bool = False

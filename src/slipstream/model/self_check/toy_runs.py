@@ -30,6 +30,7 @@ from slipstream.model.hooks.masks import SliceMask
 from slipstream.model.hooks.slice_cache import CarriedState
 from slipstream.model.hooks.token_slice import TokenSlice
 from slipstream.model.layer_range import LayerRange
+from slipstream.model.reached_tensors import kept_gradients
 from slipstream.model.tensors import Tensors
 from slipstream.model.toy import (
     full_precision,
@@ -97,7 +98,8 @@ def run_whole(model: PreTrainedModel, anatomy: ModelAnatomy, tokens: Tensor, cut
         logits = [model(input_ids=tokens[:, a:b], use_cache=False).logits for a, b in pairwise(cuts.documents)]
     outputs["logits"] = [tensor.detach() for tensor in logits]
     whole = torch.cat(logits, dim=1)
-    torch.autograd.backward(whole, output_weights(whole))
+    with kept_gradients([whole], model.parameters()):
+        torch.autograd.backward(whole, output_weights(whole))
     named = [pair for pair in model.named_parameters(remove_duplicate=False) if pair[0] not in anatomy.second_names]
     gradients = {name: p.grad.to_dense().clone() for name, p in named if p.grad is not None}
     return ToyRun(_joined(outputs, anatomy), gradients)
@@ -158,11 +160,14 @@ def run_sliced(stages: list[CausalLMStage], anatomy: ModelAnatomy, tokens: Tenso
     outputs["logits"] = [ends[-1][1][0].detach() for ends in runs]
     sizes = [b - a for a, b in pairwise(cuts.slices)]
     weights = torch.split(output_weights(torch.cat(outputs["logits"], 1)), sizes, dim=1)
+    own = [parameter for stage in stages for parameter in stage.model.parameters()]
+    own += [accumulator for stage in stages for tied in stage.tied for accumulator in tied.accumulators]
     for ends, gradient in reversed(list(zip(runs, weights, strict=True))):
         gradients: Tensors = (gradient,)
         for received, sent in reversed(ends):
             reached = [(tensor, grad) for tensor, grad in zip(sent, gradients, strict=True) if tensor.requires_grad]
-            torch.autograd.backward([tensor for tensor, _ in reached], [grad for _, grad in reached])
+            with kept_gradients([tensor for tensor, _ in reached], [*own, *received]):
+                torch.autograd.backward([tensor for tensor, _ in reached], [grad for _, grad in reached])
             gradients = tuple(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in received)
     return ToyRun(_joined(outputs, anatomy), _stage_gradients(stages), paths)
 

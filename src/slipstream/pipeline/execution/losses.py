@@ -8,17 +8,19 @@ from __future__ import annotations
 import math
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Never
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from slipstream.errors import SlipstreamError
 from slipstream.keyed_draws import kept_random_states
-from slipstream.model import IGNORED, Tensors
+from slipstream.model import IGNORED, Tensors, storage_id
+from slipstream.model.attached_code import references
+from slipstream.model.reached_tensors import NamedWeights, TakenStorages, graph_leaves
 from slipstream.parallel import RankGroup
 from slipstream.pipeline.cut_batch import SplitBatch, counted
 from slipstream.pipeline.execution.rank_program import SliceKey
@@ -70,7 +72,7 @@ class SliceLosses(Losses):
         return total
 
 
-@dataclass(frozen=True)
+@dataclass
 class SequenceLosses(Losses):
     """A loss that is a function of sums over whole sequences.
 
@@ -82,6 +84,7 @@ class SequenceLosses(Losses):
     loss: SequenceLoss
     token_losses: TokenLosses
     sharing: RankGroup
+    _is_tried: bool = field(default=False, init=False)
 
     def compute(self, outputs: Tensor, state: StepState, key: SliceKey) -> Tensors:
         """Returns a slice's sums of log-probabilities, one or two for each of the n sequences of its microbatch."""
@@ -101,6 +104,27 @@ class SequenceLosses(Losses):
         if i == len(state.batch.slices[m]) - 1:
             self._finish(state, m, has_backward)
         return sums
+
+    def try_on(self, batch: SplitBatch, forms_of: Callable[[Any, Tensor], OutputForms], has_backward: bool) -> None:
+        """Raises SlipstreamError where the function reads a parameter: gradients go to log-probabilities alone."""
+        if not has_backward or self._is_tried:
+            return
+        self._is_tried = True
+        sequences = batch.sequences[0]
+        device = batch.targets[0][0].device
+        drawn = torch.rand(sequences.count * self.loss.num_sums, dtype=torch.float64, device=device)
+        log_probabilities = (-drawn).requires_grad_()
+        try:
+            with kept_random_states(), torch.enable_grad():
+                losses = self._losses(self._by_sequence(log_probabilities), sequences.values)
+        except Exception:  # of made-up numbers; those of a step may do
+            return
+        for leaf in graph_leaves([losses]):
+            if leaf is not log_probabilities:
+                raise SlipstreamError(
+                    f"the function of the SequenceLoss reads a parameter, {tuple(leaf.shape)}, which would get no "
+                    "gradient: it may take log-probabilities and sequence_values alone. Detach it, if it is a constant."
+                )
 
     def _finish(self, state: StepState, m: int, has_backward: bool) -> None:
         sums = self.sharing.sum(state.sequence_sums.pop(m))
@@ -174,6 +198,22 @@ class OutputForms:
     is_tuple: bool = False
 
 
+@dataclass(frozen=True)
+class StageWeights:
+    """The weights of the last stage, which has the loss, and those of the model that are elsewhere, where known."""
+
+    here: NamedWeights
+    elsewhere: NamedWeights
+
+    def check_reads(self, storages: Collection[int]) -> None:
+        """Raises SlipstreamError where a loss function reads one of these storages that is elsewhere."""
+        for name in self.elsewhere.among(storages):
+            raise SlipstreamError(
+                f"loss_fn reads {name}, a weight of another stage than the last, which has the loss: its gradient "
+                "would be lost, and its updates not be seen. Leave it out, or train on one stage."
+            )
+
+
 class GivenLosses(SliceLosses):
     """The losses of a function of the user's, which is tried before anything runs.
 
@@ -184,17 +224,26 @@ class GivenLosses(SliceLosses):
     may_say_divisor = True
 
     def __init__(
-        self, function: LossFunction, num_replicas: int, adds_router_loss: bool = False, num_sharing: int = 1
+        self,
+        function: LossFunction,
+        weights: StageWeights,
+        num_replicas: int,
+        adds_router_loss: bool = False,
+        num_sharing: int = 1,
     ) -> None:
         super().__init__(function)
+        self._weights = weights
         self._has_replicas, self._adds_router_loss = num_replicas > 1, adds_router_loss
         self._num_sharing = num_sharing  # ranks, each with some tokens of every slice
         self._tried: set[object] = set()
+        self._own: Sequence[Tensor] = ()  # parameters of the function, in which the trial's backward adds gradients
 
     def compute(self, outputs: Any, state: StepState, key: SliceKey) -> Tensors:
         """Returns (sum, count). Raises SlipstreamError where the function returns something else."""
         _, m, i = key
         total, count = _pair_of(self.function(outputs, state.batch.targets[m][i]))
+        if count.requires_grad:
+            raise SlipstreamError(_DIVISOR_WITH_GRADIENT)
         self.says_divisor |= count.is_floating_point()
         return total, count
 
@@ -212,6 +261,8 @@ class GivenLosses(SliceLosses):
                 f"a slice of {shortest} tokens with a loss_fn, shared by {self._num_sharing} ranks: some would have "
                 f"none of them. Give slices of at least {self._num_sharing} tokens, or leave loss_fn out."
             )
+        if self._own and batch.loss_scale != 1:
+            self._refuse_scale(batch.loss_scale)
         cut = [1] if self._num_sharing > 1 or any(len(slices) > 1 for slices in batch.slices) else []
         cut += [0] if len(batch.slices) > 1 or self._has_replicas else []
         key = *cut, has_backward
@@ -228,7 +279,44 @@ class GivenLosses(SliceLosses):
             for draw in _DRAWS:
                 if trial.runs_on(draw):
                     trial.check(has_backward, self._adds_router_loss)
+                    self._check_reads(trial, batch.loss_scale if has_backward else None)
                     break
+            else:
+                self._check_held()
+
+    def _check_reads(self, trial: _Trial, loss_scale: float | None) -> None:
+        """Raises SlipstreamError where the function reads weights of other stages, or parameters of its own whose
+        gradients, of which an evaluation has none, wouldn't be whole."""
+        storages, leaves = trial.reached()
+        self._weights.check_reads(storages)
+        own = [leaf for leaf in leaves if not self._weights.here.among({storage_id(leaf)})]
+        if not own or loss_scale is None:
+            return
+        described = _described_parameters(own)
+        if self._has_replicas or self._num_sharing > 1:
+            raise SlipstreamError(
+                f"{described}, to which each replica, or each rank that shares slices, would add the gradient of its "
+                "own rows or tokens alone. Use dp=1 and cp=1, or make it a part of the model."
+            )
+        if trial.says_divisor:
+            raise SlipstreamError(
+                f"{described}, and says a divisor of its own, by which the model's gradients alone are divided. Count "
+                "the targets that aren't -100, or make it a part of the model."
+            )
+        self._own = own
+        if loss_scale != 1:
+            self._refuse_scale(loss_scale)
+
+    def _check_held(self) -> None:
+        """Raises SlipstreamError where a function that couldn't be tried holds weights of other stages."""
+        held = {storage_id(each) for each in references([self.function]) if isinstance(each, nn.Parameter)}
+        self._weights.check_reads(held)
+
+    def _refuse_scale(self, loss_scale: float) -> None:
+        raise SlipstreamError(
+            f"loss_scale={loss_scale:g}, but {_described_parameters(self._own)}, whose gradient wouldn't be divided by "
+            "it, as the model's are. Leave loss_scale out."
+        )
 
 
 class _Values(NamedTuple):
@@ -236,6 +324,7 @@ class _Values(NamedTuple):
     number: float  # the count
     is_divisor: bool
     gradients: list[Tensor]  # of outputs; none: the sum has no graph
+    divides_with_gradient: bool
 
 
 class _Trial:
@@ -278,6 +367,8 @@ class _Trial:
     def check(self, has_backward: bool, adds_router_loss: bool) -> None:
         """Raises SlipstreamError for errors that the values show."""
         first, expected = self._first, counted(self._targets)
+        if first.divides_with_gradient and has_backward:
+            raise SlipstreamError(_DIVISOR_WITH_GRADIENT)
         if first.is_divisor and not math.isfinite(first.number):
             raise SlipstreamError(no_divisor(first.number))
         if first.number != expected and first.is_divisor and adds_router_loss:
@@ -299,6 +390,19 @@ class _Trial:
             raise
         except Exception:  # of a function that takes no other shapes
             return
+
+    @property
+    def says_divisor(self) -> bool:
+        """Whether the function's second value is a divisor of its own."""
+        return self._first.is_divisor
+
+    def reached(self) -> tuple[set[int], list[Tensor]]:
+        """Returns the storages of what the function's operations take, and the leaves beside outputs that need a
+        gradient."""
+        copies = tuple(output.clone() for output in self._outputs)
+        with torch.enable_grad(), TakenStorages() as taken:
+            total, _ = _pair_of(self._function(copies if self._forms.is_tuple else copies[0], self._targets))
+        return taken.found, graph_leaves([total])
 
     def _compare(self) -> None:
         """Compares the values of two pieces with those of both joined, and of one twice."""
@@ -349,7 +453,8 @@ class _Trial:
                     leaf if leaf.requires_grad else torch.zeros_like(total, requires_grad=True) for leaf in leaves
                 ]
                 gradients += torch.autograd.grad(total, wanted, allow_unused=True, materialize_grads=True)
-        return _Values(float(total.detach()), float(count), count.is_floating_point(), gradients)
+        number, is_divisor = float(count.detach()), count.is_floating_point()
+        return _Values(float(total.detach()), number, is_divisor, gradients, count.requires_grad)
 
     def _joined(self, others: Tensors, dim: int) -> _Values:
         """Returns the values of the first outputs beside others of the same targets."""
@@ -364,6 +469,17 @@ _DRAWS: Sequence[Callable[[Sequence[int]], Tensor]] = (  # logits, or other outp
     lambda shape: torch.randn(shape).softmax(-1),
     lambda shape: torch.randn(shape).softmax(1 if len(shape) > 1 else 0),
 )
+
+
+_DIVISOR_WITH_GRADIENT = (
+    "the second value of loss_fn has a gradient, but the loss of all parts is divided by a number, which is known only "
+    "once all have run. Return it with .detach(), if it is to be a constant, or as part of the sum."
+)
+
+
+def _described_parameters(parameters: Sequence[Tensor]) -> str:
+    """Returns a clause on the parameters of a loss function."""
+    return f"loss_fn has a parameter of its own, {tuple(parameters[0].shape)}"
 
 
 def miscounted(count: int, expected: int) -> str:
@@ -398,7 +514,7 @@ def _pair_of(returned: Any) -> tuple[Tensor, Tensor]:
             f"the second value of loss_fn is of {count.dtype}, too coarse to divide by: count in integers, or weights "
             "in float32."
         )
-    return total.squeeze() if total.dim() else total, count.detach().squeeze()
+    return total.squeeze() if total.dim() else total, count.squeeze()
 
 
 def _described(value: object) -> str:

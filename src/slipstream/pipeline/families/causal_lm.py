@@ -24,9 +24,11 @@ from slipstream.model import (
     check_compiler,
     check_counted_positions,
     check_length,
+    check_packed,
     check_sliceable,
     copy_with_shared_weights,
     find_anatomy,
+    longest_packed_sequence,
     longest_sequence,
     meta_model,
     token_cross_entropy,
@@ -35,6 +37,7 @@ from slipstream.model.attached_code import separate_modules
 from slipstream.model.autograd_memory import RecomputePolicy
 from slipstream.model.given_model import GivenModel
 from slipstream.model.hooks import TokenSlice
+from slipstream.model.reached_tensors import NamedWeights
 from slipstream.model.vocabulary import HeadNames, find_spreadable_head
 from slipstream.parallel import Ranks, SharedStages, check_sharing, check_tensor_parallel
 from slipstream.parallel.tensor import TensorParallel, vocabulary_cross_entropy, vocabulary_token_losses
@@ -51,7 +54,14 @@ from slipstream.pipeline.cut_batch import (
     ungrouped,
     with_sequences,
 )
-from slipstream.pipeline.execution.losses import GivenLosses, Losses, OutputForms, SequenceLosses, SliceLosses
+from slipstream.pipeline.execution.losses import (
+    GivenLosses,
+    Losses,
+    OutputForms,
+    SequenceLosses,
+    SliceLosses,
+    StageWeights,
+)
 from slipstream.pipeline.families.causal_lm_checks import ChangedModel
 from slipstream.pipeline.families.causal_lm_layout import (
     find_router_loss,
@@ -127,6 +137,7 @@ class CausalLMFamily(ModelFamily):
         self._may_cut = self._self_check is not None  # whether no layer carries state that slices don't
         self._longest = longest_sequence(self.config) or inf
         self._stages: dict[int, CausalLMStage] = {}
+        self._elsewhere = NamedWeights()  # weights of a model in memory that the last stage doesn't have
 
     def _tried(self, source: WeightSource, given: GivenModel) -> ChangedModel:
         """Returns the parts that the changes of a model in memory keep from being computed apart. Collective."""
@@ -136,6 +147,11 @@ class CausalLMFamily(ModelFamily):
             separate_modules([(layers, name, layer) for name, layer in layers._modules.items() if layer is not None])
         parts = given, model, self._anatomy, self._self_check
         return ChangedModel.tried(*parts, self._ranks, self._options)
+
+    @cached_property
+    def _longest_packed(self) -> float:
+        """How long sequences of several documents may be, self-check or not."""
+        return longest_packed_sequence(self.config) if self._self_check is None else self._self_check.longest_packed
 
     @cached_property
     def _outline(self) -> PreTrainedModel | None:
@@ -213,7 +229,7 @@ class CausalLMFamily(ModelFamily):
             self.config, self._anatomy, schedule, slices, self._options, *shared, draws, self._outline
         )
         if self._changed is not None:
-            self._changed.check_layout(layout, self._options)
+            self._changed.check_layout(layout, self._anatomy)
         if layout.recompute is not None and layout.recompute.num_layers:
             self._check_layers_run_alone(layout.recompute)
         if layout.spreads_vocabulary:
@@ -237,6 +253,11 @@ class CausalLMFamily(ModelFamily):
         model = load_layers(self._taken_source(), self._anatomy, parts, self._options, layout.spreads_vocabulary)
         shared = SharedStages.of(self.config, self._anatomy, self._ranks, self._options.parallel, self.adapter)
         shared.shard(model)
+        if self._changed is not None:
+            last = len(layout.layers) - 1
+            self._elsewhere = self._changed.weights.of(
+                lambda name: self._anatomy.stages_of(name, layout.layers) != {last}
+            )
         names = self._head_names if layout.spreads_vocabulary else None
         heads = {} if names is None else spread_heads(model, names, layout.training, here)
 
@@ -288,7 +309,9 @@ class CausalLMFamily(ModelFamily):
             return SliceLosses(vocabulary_cross_entropy(*part))
         if loss_fn is not None:
             num_replicas, num_sharing = self._ranks.data.size, self._ranks.sharing.size
-            return GivenLosses(loss_fn, num_replicas, self._options.router_loss != "none", num_sharing)
+            here = (pair for stage in self._stages.values() if stage.has_loss for pair in stage.named_parameters())
+            weights = StageWeights(NamedWeights(here), self._elsewhere)
+            return GivenLosses(loss_fn, weights, num_replicas, self._options.router_loss != "none", num_sharing)
         return SliceLosses(causal_cross_entropy)
 
     def output_forms(self, piece: TokenSlice, targets: Tensor) -> OutputForms:
@@ -303,7 +326,7 @@ class CausalLMFamily(ModelFamily):
         tied = () if layout.spreads_embedding else self._anatomy.tied
         holders = {embedding: [placement[0], placement[-1]] for _, embedding in tied}
         for names in self._anatomy.shared:
-            stages = sorted({self._anatomy.stage_of(name, layout.layers) for name in names})
+            stages = sorted(set[int]().union(*(self._anatomy.stages_of(name, layout.layers) for name in names)))
             holders[names[0]] = [placement[stage] for stage in stages]
         return holders
 
@@ -342,8 +365,8 @@ class CausalLMFamily(ModelFamily):
             has_documents = first.document_start is not None
             if not self._may_cut and (others or has_documents):
                 self._check_cut()
-            if self._self_check is not None and has_documents:
-                self._self_check.check_packed(first.length)
+            if has_documents:
+                check_packed(self.config, self._longest_packed, first.length)
         if loss is None:
             return cut
         if not groups:

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from slipstream.errors import SlipstreamError
 from slipstream.model import ModelAnatomy, SelfCheck
 from slipstream.model.given_model import GivenModel
+from slipstream.model.reached_tensors import NamedWeights, held_weights
 from slipstream.model.self_check.dispatched_trial import alone, try_dispatched
 from slipstream.model.self_check.instance_trial import TrialResult, try_changes
 from slipstream.options import SHARED_WORK
@@ -29,6 +30,7 @@ class ChangedModel:
     layers: str  # the name of the list of layers
     num_replicas: int
     shares_slices: bool  # whether other ranks have other tokens of every slice
+    weights: NamedWeights  # of a model in memory
 
     @classmethod
     def tried(
@@ -71,12 +73,17 @@ class ChangedModel:
             if check is not None and given.changes and model is not None:
                 tried = ranks.run_on_leader(lambda: try_changes(given, model, anatomy, check.packs_any_length))
                 result = result.joined(tried)
+        if model is not None:
+            names = [f"{anatomy.layers}.{index}" for index in range(len(anatomy.layers_of(model)))]
+            parts = {name: model.get_submodule(name) for name in (*anatomy.before, *names, *anatomy.after)}
+            result = replace(result, reached=(*result.reached, *held_weights(model, parts, is_tried=check is not None)))
         if given.renumbered and (anatomy.attends_itself or (check is not None and check.carries_states)):
             raise SlipstreamError(
                 f"{given.renumbered[0]} has another layer_idx than its place in {anatomy.layers}, by which layers of "
                 "this architecture find what earlier tokens left. Set layer_idx to the place, in every layer."
             )
-        return cls(given, result, anatomy.layers, ranks.data.size, bool(ranks.token_axes))
+        weights = NamedWeights(() if model is None else model.named_parameters(remove_duplicate=False))
+        return cls(given, result, anatomy.layers, ranks.data.size, bool(ranks.token_axes), weights)
 
     def outlined(self, anatomy: ModelAnatomy) -> ModelAnatomy:
         """Returns the anatomy with the weights that layers share, and the parts that mustn't be cut in this model."""
@@ -96,7 +103,7 @@ class ChangedModel:
             whole_parts.setdefault(module, f"{name} is a weight of several modules")
         return replace(anatomy, shared=self.given.shared, kept_whole=tuple(whole_parts.items()))
 
-    def check_layout(self, layout: StageLayout, options: PipelineOptions) -> None:
+    def check_layout(self, layout: StageLayout, anatomy: ModelAnatomy) -> None:
         """Raises SlipstreamError where the stages can't be exact, or a schedule always cuts a part that can't be."""
         around = self.given.changes_around(self.layers)
         if len(layout.layers) > 1 and around:
@@ -106,6 +113,13 @@ class ChangedModel:
             )
         if len(layout.layers) > 1 and self.result.layers:
             raise SlipstreamError(f"{self.result.layers}, so layers can't run on several stages. {_ONE_STAGE}.")
+        for part, names in self.result.reached:
+            stages = set[int]().union(*(anatomy.stages_of(name, layout.layers) for name in (f"{part}.", *names)))
+            if len(stages) > 1:
+                raise SlipstreamError(
+                    f"code of {part} reads {names[0]}, a weight of another stage, where its gradient would be lost and "
+                    "its updates not be seen. Give a partition that has both on one stage, or train on one stage."
+                )
         if self.result.again:
             raise SlipstreamError(
                 f"{self.result.again}, and forwards run more often here than in the model by itself, as a stage learns "

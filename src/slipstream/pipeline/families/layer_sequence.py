@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from slipstream.errors import SlipstreamError
 from slipstream.model import LayerRange, Tensors, cross_entropy
 from slipstream.model.autograd_memory import RecomputePolicy
+from slipstream.model.reached_tensors import NamedWeights
 from slipstream.model.weight_gradients import compiled_modules
 from slipstream.options import SHARED_WORK, Parallelism
 from slipstream.parallel import Ranks
 from slipstream.pipeline.batch import Batch
 from slipstream.pipeline.cut_batch import SplitBatch, check_rows, counted, cut_groups, refuse_values, rows_of
-from slipstream.pipeline.execution.losses import GivenLosses, Losses, OutputForms, SliceLosses
+from slipstream.pipeline.execution.losses import GivenLosses, Losses, OutputForms, SliceLosses, StageWeights
 from slipstream.pipeline.families.model_family import Balance, ModelFamily
 from slipstream.pipeline.families.sequence_costs import (
     MeasuredLayers,
@@ -79,6 +80,7 @@ class SequenceFamily(ModelFamily):
         self._tracer = ShapeTracer(self._layers, device)
         self._costs = self._find_costs()
         self._stages: dict[int, SequentialStage] = {}
+        self._elsewhere = NamedWeights()  # weights that the last stage doesn't have
 
     def _check_count(self, slices: object) -> None:
         if slices is None or slices == 1:
@@ -189,6 +191,12 @@ class SequenceFamily(ModelFamily):
         if self._has_segments:
             what = RecomputePolicy(is_checked=self._options.memory.check_recompute)
         model = _ranges(layout), self._routes, self._tracer, self._has_segments, what
+        self._elsewhere = NamedWeights(
+            (f"{layer.name}.{name}", parameter)
+            for stage in _ranges(layout)[:-1]
+            for layer in self._layers[stage.start : stage.stop]
+            for name, parameter in layer.module.named_parameters()
+        )
         here = layout.stages_of(self._ranks.here(layout.num_ranks))
         self._stages = {stage_index: SequentialStage(stage_index, *model) for stage_index in here}
         held = {module for stage in self._stages.values() for layer in stage.layers for module in layer.modules()}
@@ -200,7 +208,12 @@ class SequenceFamily(ModelFamily):
     def losses(self, tensor: object) -> Losses:
         loss_fn = self._options.loss_fn
         assert not isinstance(loss_fn, SequenceLoss)
-        return SliceLosses(cross_entropy) if loss_fn is None else GivenLosses(loss_fn, self._ranks.data.size)
+        if loss_fn is None:
+            return SliceLosses(cross_entropy)
+        stages = self._stages.values()
+        here = (pair for stage in stages if stage.has_loss for pair in stage.named_parameters())
+        weights = StageWeights(NamedWeights(here), self._elsewhere)
+        return GivenLosses(loss_fn, weights, self._ranks.data.size)
 
     def routes(self, layout: StageLayout) -> list[tuple[int, int]]:
         place = {index: stage_index for stage_index, owned in enumerate(_ranges(layout)) for index in owned}

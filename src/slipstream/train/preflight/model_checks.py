@@ -16,11 +16,13 @@ from slipstream.launch import Progress
 from slipstream.model import (
     check_carried_state,
     check_length,
+    check_packed,
     check_sliceable,
     check_unquantised,
     config_from_settings,
     find_anatomy,
     load_config,
+    longest_packed_sequence,
     meta_model,
     set_vocab_size,
     trust_remote_code,
@@ -111,9 +113,11 @@ def check_model(config: Config, model_config: Any, progress: Progress) -> None:
         _check_weights(Path(str(config.model.path)))
     if config.runtime.self_check:
         with progress.waiting("checking that the model can be sliced"):
-            check_sliceable(model_config).check_packed(config.training.seq_len)
+            longest = check_sliceable(model_config).longest_packed
+        check_packed(model_config, longest, config.training.seq_len)
     elif config.pipeline.slices != 1:
         check_carried_state(model_config)
+        check_packed(model_config, longest_packed_sequence(model_config), config.training.seq_len)
     _check_layout(config, model_config)
     find_router_loss(model_config, config.pipeline.router_loss, config.parallel.tensor, "pipeline.router_loss")
     check_shares(config, model_config)
