@@ -53,6 +53,7 @@ from slipstream.model.self_check import (
     check_causal,
     check_packed,
     check_sliceable,
+    check_trainable,
     find_label_loss,
     longest_packed_sequence,
 )

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from slipstream.errors import SlipstreamError
 from slipstream.model.config import check_is_causal_lm
@@ -115,6 +115,7 @@ def find_anatomy(config: PretrainedConfig) -> ModelAnatomy:
     check_is_causal_lm(config)
     try:
         model = toy_model(config)
+        check_runs_every_layer(model)
         # But for where the configuration was read; somebody may replace the forward of a class.
         forwards = frozenset((type(module), type(module).forward) for module in model.modules())
         key = str(model.config.to_dict() | {"_name_or_path": ""}), forwards
@@ -175,6 +176,20 @@ def _anatomy_of(config: PretrainedConfig, toy: WatchedToy) -> ModelAnatomy:
         skips_padding=_skips_padding(toy.model),
         attends_itself=toy.attends_itself(),
     )
+
+
+def check_runs_every_layer(model: PreTrainedModel) -> None:
+    """Raises SlipstreamError for a model that leaves out layers at random in training (LayerDrop, Fan et al. 2020)."""
+    for name, module in model.named_modules():
+        rate = getattr(module, "layerdrop", 0.0)
+        if isinstance(rate, float) and rate > 0:
+            fields = ("decoder_layerdrop", "layerdrop")
+            field = next((field for field in fields if getattr(model.config, field, None) == rate), None)
+            setting = f"{field}=0.0 in its configuration" if field else f"model.{name}.layerdrop = 0.0"
+            raise SlipstreamError(
+                f"{name} of model_type {model.config.model_type!r} leaves out each layer of a training step with a "
+                f"probability of {rate:g} (LayerDrop), which it draws once for all stages. Set {setting}."
+            )
 
 
 def _check_layers(config: PretrainedConfig, toy: WatchedToy) -> None:

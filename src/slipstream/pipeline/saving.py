@@ -167,8 +167,8 @@ class PipelineSaving(PipelineFacts):
 
     def state_dict(self) -> dict[str, Tensor]:
         """Returns the whole model's state by the unsplit model's names, in host memory, on rank 0; an empty dict on the
-        others. Collective."""
-        return self._runtime.state_dict()
+        others. Tied weights are one tensor under each of their names. Collective."""
+        return self._runtime.family.with_every_name(self._runtime.state_dict())
 
 
 def _problem(saved: SavedCheckpoint, runtime: PipelineRuntime, everywhere: set[str]) -> str:

@@ -183,13 +183,19 @@ class RunningForward(Protocol):
 _current: ContextVar[RunningForward | None] = ContextVar("slipstream_slice", default=None)
 
 
+class OutsideSliceError(SlipstreamError):
+    """Raised where code runs that belongs to the forward of a slice, and none is computed."""
+
+
 def current_slice() -> SliceContext:
-    """Returns the slice that is being computed; raises RuntimeError outside a pipeline."""
+    """Returns the slice that is being computed; raises OutsideSliceError outside a pipeline."""
     context = _current.get()
     if not isinstance(context, SliceContext):
-        raise RuntimeError(
-            "attention 'slipstream' was called outside a pipeline. The Pipeline takes a model over: train and "
-            "evaluate it through Pipeline.step and Pipeline.evaluate, or load the exported folder for other use."
+        raise OutsideSliceError(
+            "a layer was called outside of a Pipeline's forward. The Pipeline takes a model over: train and evaluate "
+            "it through Pipeline.step and Pipeline.evaluate, or load the exported folder for other use. If it was "
+            "torch.utils.checkpoint in a backward, leave that out: memory=slipstream.Memory(recompute='full') does the "
+            "same."
         )
     return context
 

@@ -23,6 +23,7 @@ from transformers import PretrainedConfig
 from slipstream.errors import SlipstreamError
 from slipstream.model.anatomy import ModelAnatomy, anatomy_of_size, find_anatomy
 from slipstream.model.config import check_is_causal_lm
+from slipstream.model.hooks.crossing_tensors import TRAIN_WHOLE
 from slipstream.model.self_check.toy_runs import (
     INPUT,
     TOLERANCE,
@@ -68,6 +69,7 @@ class SelfCheck:
     seconds: float
     longest_packed: float  # the longest sequence of several documents, in tokens, in which each is as if it were alone
     paths: tuple[frozenset[str], ...] = ()  # by layer of the toy: kinds of attention and of carried states; empty: none
+    refusal: str = ""  # of slices and packed documents, where whole sequences are exact in stages
 
     @property
     def packs_any_length(self) -> bool:
@@ -78,6 +80,39 @@ class SelfCheck:
     def carries_states(self) -> bool:
         """Whether layers see earlier tokens by more than attention through transformers' interface."""
         return any(path - {"attention"} for path in self.paths)
+
+
+def check_trainable(config: PretrainedConfig, is_cut: bool) -> SelfCheck:
+    """Checks an architecture as `check_sliceable` does; where sequences aren't cut, whole ones in stages are enough.
+
+    Raises SlipstreamError where these aren't exact either. Not collective.
+    """
+    try:
+        return check_sliceable(config)
+    except SlipstreamError as error:
+        if is_cut:
+            raise
+        return _check_whole(config, str(error))
+
+
+def _check_whole(config: PretrainedConfig, why_not_cut: str) -> SelfCheck:
+    began = time.perf_counter()
+    check_causal(config)
+    anatomy = find_anatomy(config)
+    try:
+        with torch.enable_grad(), full_precision():
+            pair = _ToyPair(toy_config(config), anatomy)
+            errors = pair.compare(TokenCuts(_WHOLE, _WHOLE))
+    except SlipstreamError as error:
+        raise SlipstreamError(
+            f"model_type {config.model_type!r} can't be cut into stages: {error}. {TRAIN_WHOLE}"
+        ) from error
+    except Exception as error:  # the model's own code
+        reason = f"a toy of it fails when cut into stages ({type(error).__name__}: {error})"
+        raise SlipstreamError(f"model_type {config.model_type!r} can't be cut: {reason}. {TRAIN_WHOLE}") from error
+    return SelfCheck(
+        config.model_type, pair.num_layers, *errors, time.perf_counter() - began, 0, pair.paths, why_not_cut
+    )
 
 
 def longest_packed_sequence(config: PretrainedConfig) -> float:

@@ -36,7 +36,7 @@ from slipstream.model.cutting import PassThrough
 from slipstream.model.given_model import Change, GivenModel
 from slipstream.model.hooks.attention import use_attention
 from slipstream.model.hooks.crossing_tensors import first_output, hidden_states, with_hidden_states
-from slipstream.model.hooks.token_slice import TokenSlice
+from slipstream.model.hooks.token_slice import OutsideSliceError, TokenSlice
 from slipstream.model.layer_range import LayerRange
 from slipstream.model.reached_tensors import NamedWeights, TakenStorages, parts_reached
 from slipstream.model.self_check.toy_runs import TOLERANCE, TokenCuts, run_sliced, run_whole
@@ -63,6 +63,7 @@ class TrialResult:
         halves: a child of a layer from its other children.
         again: the same tokens a second time, as recomputation does, and the first token by which a stage learns its
             masks.
+        runs_again: a layer's forward from its backward, in which no slice is computed.
         reached: a part from others of whose weights it takes one, each with that weight's names.
     """
 
@@ -71,6 +72,7 @@ class TrialResult:
     layers: str = ""
     halves: str = ""
     again: str = ""
+    runs_again: str = ""
     reached: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
     def joined(self, other: TrialResult) -> TrialResult:
@@ -104,6 +106,8 @@ def try_changes(
             return trial.run()
         except _EndedTrialError as error:
             return error.result
+        except OutsideSliceError:
+            return TrialResult(runs_again=f"{_named(given.changes)}, which calls a layer again in the backward")
         except Exception as error:  # the user's own code
             reason = f"{_named(given.changes)}, and trying it failed ({type(error).__name__}: {error})"
             return TrialResult(reason, reason, reason, reason)

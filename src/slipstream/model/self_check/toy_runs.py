@@ -257,7 +257,7 @@ def refusal(config: PretrainedConfig, reason: str) -> SlipstreamError:
     """Returns the error that says why token slices of an architecture wouldn't be exact."""
     return SlipstreamError(
         f"model_type {config.model_type!r} can't be trained in token slices: {reason.removesuffix('.')}. Give whole "
-        "sequences, in microbatches: slices=1 and self_check=False."
+        "sequences, in microbatches: slices=1."
     )
 
 

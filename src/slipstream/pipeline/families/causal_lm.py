@@ -25,12 +25,13 @@ from slipstream.model import (
     check_counted_positions,
     check_length,
     check_packed,
-    check_sliceable,
+    check_trainable,
     copy_with_shared_weights,
     find_anatomy,
     longest_packed_sequence,
     longest_sequence,
     meta_model,
+    tied_names,
     token_cross_entropy,
 )
 from slipstream.model.attached_code import separate_modules
@@ -121,20 +122,23 @@ class CausalLMFamily(ModelFamily):
             check_compiler(device.type)
         self._self_check: SelfCheck | None = None
         if options.runtime.self_check:
-            self._self_check = ranks.run_on_leader(lambda: check_sliceable(self.config))
+            is_cut = options.slices != 1 or bool(ranks.token_axes)
+            self._self_check = ranks.run_on_leader(lambda: check_trainable(self.config, is_cut))
         parallel, degrees = options.parallel, ranks.degrees
         ranks.run_on_leader(lambda: check_sharing(self.config, degrees, parallel, self.adapter))
         if options.runtime.self_check and degrees.tensor > 1:
             cut = parallel.tensor_plan, ranks.tensor, parallel.sequence_parallel, degrees.experts == 1
             check_tensor_parallel(self.config, *cut)
         self._anatomy = find_anatomy(self.config)
+        self._check_compiled_parts()
         self._changed: ChangedModel | None = None
         if (given := source.given or GivenModel.of_config(self.config)) is not None:
             self._changed = self._tried(source, given)
             self._anatomy = self._changed.outlined(self._anatomy)
         self._restricts_pieces = self._changed is not None and self._changed.restricts_pieces
         self._head_names: HeadNames | None = None  # of a head that is spread
-        self._may_cut = self._self_check is not None  # whether no layer carries state that slices don't
+        # whether no layer carries state that slices don't
+        self._may_cut = self._self_check is not None and not self._self_check.refusal
         self._longest = longest_sequence(self.config) or inf
         self._stages: dict[int, CausalLMStage] = {}
         self._elsewhere = NamedWeights()  # weights of a model in memory that the last stage doesn't have
@@ -236,6 +240,17 @@ class CausalLMFamily(ModelFamily):
             self._head_names = find_spreadable_head(self.config, self._anatomy)
         return layout
 
+    def _check_compiled_parts(self) -> None:
+        """Raises SlipstreamError, the same on every rank, for a part that torch.compile runs and that has all
+        layers."""
+        for name in self.compiled:
+            if name == "the model" or f"{self._anatomy.layers}.".startswith(f"{name}."):
+                raise SlipstreamError(
+                    f"torch.compile runs {name}, which has all layers, but each stage runs some of them. Leave its "
+                    "compile() out: call layer.compile() on each of its layers, or give "
+                    "runtime=slipstream.Runtime(fused=True)."
+                )
+
     def _check_layers_run_alone(self, recompute: RecomputePolicy) -> None:
         """Raises SlipstreamError, the same on every rank, for whole layers that torch.compile runs: the hooks that keep
         a layer's input would be compiled with it."""
@@ -314,6 +329,12 @@ class CausalLMFamily(ModelFamily):
             return GivenLosses(loss_fn, weights, num_replicas, self._options.router_loss != "none", num_sharing)
         return SliceLosses(causal_cross_entropy)
 
+    def with_every_name(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        names_of_each = tied_names(self._outline or meta_model(self.config)) if state else []
+        present = ((names, next((name for name in names if name in state), None)) for names in names_of_each)
+        named = {name: state[first] for names, first in present if first is not None for name in names}
+        return state | named
+
     def output_forms(self, piece: TokenSlice, targets: Tensor) -> OutputForms:
         """Returns the logits of a slice with these targets (b, T)."""
         config = self.config.get_text_config()
@@ -391,6 +412,8 @@ class CausalLMFamily(ModelFamily):
 
     def _check_cut(self) -> None:
         """Raises SlipstreamError where a layer carries state that slices and documents don't, self-check or not."""
+        if self._self_check is not None:
+            raise SlipstreamError(self._self_check.refusal)
         check_carried_state(self.config, self._anatomy)
         self._may_cut = True
 

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from slipstream.errors import SlipstreamError
 from slipstream.model import ModelAnatomy, SelfCheck
+from slipstream.model.anatomy import check_runs_every_layer
 from slipstream.model.given_model import GivenModel
 from slipstream.model.reached_tensors import NamedWeights, held_weights
 from slipstream.model.self_check.dispatched_trial import alone, try_dispatched
@@ -74,6 +75,7 @@ class ChangedModel:
                 tried = ranks.run_on_leader(lambda: try_changes(given, model, anatomy, check.packs_any_length))
                 result = result.joined(tried)
         if model is not None:
+            check_runs_every_layer(model)
             names = [f"{anatomy.layers}.{index}" for index in range(len(anatomy.layers_of(model)))]
             parts = {name: model.get_submodule(name) for name in (*anatomy.before, *names, *anatomy.after)}
             result = replace(result, reached=(*result.reached, *held_weights(model, parts, is_tried=check is not None)))
@@ -120,6 +122,11 @@ class ChangedModel:
                     f"code of {part} reads {names[0]}, a weight of another stage, where its gradient would be lost and "
                     "its updates not be seen. Give a partition that has both on one stage, or train on one stage."
                 )
+        if self.result.runs_again:
+            raise SlipstreamError(
+                f"{self.result.runs_again}, as torch.utils.checkpoint does. Remove it: "
+                "memory=slipstream.Memory(recompute='full') computes layers again."
+            )
         if self.result.again:
             raise SlipstreamError(
                 f"{self.result.again}, and forwards run more often here than in the model by itself, as a stage learns "

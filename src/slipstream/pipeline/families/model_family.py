@@ -106,6 +106,10 @@ class ModelFamily(ABC):
         """Returns the pairs of stages that skips go between past others."""
         return []
 
+    def with_every_name(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Returns a whole model's state with tied weights under each of their names."""
+        return state
+
     @abstractmethod
     def losses(self, tensor: TensorParallel | None) -> Losses:
         """Returns how the last stage computes its loss."""

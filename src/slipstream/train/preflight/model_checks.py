@@ -17,7 +17,7 @@ from slipstream.model import (
     check_carried_state,
     check_length,
     check_packed,
-    check_sliceable,
+    check_trainable,
     check_unquantised,
     config_from_settings,
     find_anatomy,
@@ -113,8 +113,11 @@ def check_model(config: Config, model_config: Any, progress: Progress) -> None:
         _check_weights(Path(str(config.model.path)))
     if config.runtime.self_check:
         with progress.waiting("checking that the model can be sliced"):
-            longest = check_sliceable(model_config).longest_packed
-        check_packed(model_config, longest, config.training.seq_len)
+            check = check_trainable(model_config, is_cut=config.pipeline.slices != 1)
+        if check.refusal and config.data.packing != "none":
+            raise SlipstreamError(f"{check.refusal.removesuffix('.')}, and data.packing=none.")
+        if not check.refusal:
+            check_packed(model_config, check.longest_packed, config.training.seq_len)
     elif config.pipeline.slices != 1:
         check_carried_state(model_config)
         check_packed(model_config, longest_packed_sequence(model_config), config.training.seq_len)
