@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from peft import AutoPeftModelForCausalLM, PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from slipstream import Memory, Op, Pipeline, Schedule
+from slipstream import Memory, Op, Pipeline, Precision, Schedule
 from slipstream.model.adapters import quiet_peft
 from support.adapters import PREFIX, SLICES, adapted, lora, pipe_error, whole_gradients
 from support.architectures import (
@@ -282,19 +283,32 @@ def test_an_adapter_that_transformers_added_is_exact() -> None:
 # --- adapters that were saved -----------------------------------------------------------------------------------------
 
 
-SAVED = {
-    "llama": lora(use_rslora=True, modules_to_save=["lm_head", "norm"]),
-    "gpt2": lora(target_modules=["c_attn", "c_proj"], bias="all", use_dora=True, fan_in_fan_out=True),
-    "mixtral": lora(target_modules="all-linear"),
+SAVED = {  # by what is said of them; the architecture comes first
+    "llama, copies": lora(use_rslora=True, modules_to_save=["lm_head", "norm"]),
+    "llama, head": lora(target_modules=["q_proj", "lm_head"]),
+    "llama, embedding": lora(target_modules=["q_proj", "embed_tokens"]),
+    "llama, both ends": lora(target_modules=["embed_tokens", "lm_head"], r=2),
+    "llama, ends by a pattern": lora(target_modules=r".*(q_proj|lm_head|embed_tokens)"),
+    "llama, orthogonal": lora(init_lora_weights="orthogonal"),
+    "llama, patterns": lora(rank_pattern={"q_proj": 2}, alpha_pattern={"v_proj": 3}, layers_to_transform=[0, 3]),
+    "gpt2, dora": lora(target_modules=["c_attn", "c_proj"], bias="all", use_dora=True, fan_in_fan_out=True),
+    "gpt2, head": lora(target_modules=["c_attn"], modules_to_save=["ln_f"], fan_in_fan_out=True),
+    "mixtral, all linear": lora(target_modules="all-linear"),
 }
 
 
-@pytest.mark.parametrize("architecture", first_of(SAVED))
-def test_a_saved_adapter_is_trained_further_as_peft_loads_it(architecture: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", SAVED)
+def test_a_saved_adapter_is_trained_further_as_peft_loads_it(name: str, tmp_path: Path) -> None:
     """Its weights and gradients, on stages of which each reads its own part; and what is saved again is the same."""
-    base, folder = tmp_path / "base", tmp_path / "adapter"
+    base, folder, architecture = tmp_path / "base", tmp_path / "adapter", name.partition(",")[0]
     build(ARCHITECTURES[architecture]).save_pretrained(base)
-    adapted(SAVED[architecture], architecture).save_pretrained(folder)
+    model = adapted(SAVED[name], architecture)
+    for end in (model.get_input_embeddings(), model.get_output_embeddings()):
+        if architecture == "llama" and hasattr(end, "base_layer"):
+            end.base_layer.weight.data += 0.1  # which PEFT saves along
+    with quiet_peft(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Setting `save_embedding_layers`")
+        model.save_pretrained(folder)
     whole = build(ARCHITECTURES[architecture])
     with quiet_peft():
         loaded = PeftModel.from_pretrained(whole, str(folder), is_trainable=True, autocast_adapter_dtype=False)
@@ -311,6 +325,23 @@ def test_a_saved_adapter_is_trained_further_as_peft_loads_it(architecture: str, 
     first, again = (load_file(place / "adapter_model.safetensors") for place in (folder, tmp_path / "again"))
     assert first.keys() == again.keys()
     assert all(torch.equal(first[key], again[key]) for key in first)
+
+
+def test_an_orthogonal_start_is_that_of_any_cut_and_changes_nothing(tmp_path: Path) -> None:
+    build(ARCHITECTURES["llama"]).save_pretrained(tmp_path)
+    ids, found = tokens(), []
+    config = lora(target_modules=["q_proj", "lm_head", "embed_tokens"], init_lora_weights="orthogonal")
+    for settings in ({"lora": config, "num_ranks": 1}, {"lora": config, "num_ranks": 2}, {}):
+        pipe = Pipeline.from_pretrained(tmp_path, slices=2, precision=Precision(dtype=torch.float64), **settings)
+        found.append((float(pipe.evaluate(ids, ids)), pipe.state_dict()))
+    (first, state), (second, again), (base, _) = found
+    assert first == pytest.approx(base, rel=1e-6)
+    assert second == pytest.approx(first, rel=1e-12)
+    assert all(torch.equal(each, again[name]) for name, each in state.items())
+    factors = [state[f"model.layers.0.self_attn.q_proj.lora_{factor}.default.weight"] for factor in "AB"]
+    assert all(factor.any() for factor in factors)
+    with refused("init_lora_weights='orthogonal' with r=3 .. Give an even r"):
+        Pipeline.from_pretrained(tmp_path, lora=lora(init_lora_weights="orthogonal", r=3))
 
 
 def test_an_adapter_of_another_model_is_not_loaded(tmp_path: Path) -> None:

@@ -55,6 +55,8 @@ _LORA_SETTINGS = frozenset(
 _OF_ANY_CONFIG = frozenset(
     {"task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"}
 )
+_PREFIX = "base_model.model."  # of a parameter's name where PEFT saves it
+_ORTHOGONAL = "orthogonal"  # the initialisation of both factors at once, whose product is zero
 _INITS_FROM_WEIGHTS = "changes the base model's weights, so the adapter would not fit the model it was made for"
 
 
@@ -158,10 +160,18 @@ def _check_lora(config: Any) -> None:
         if value != getattr(kind(), name):
             raise SlipstreamError(_not_supported(name, value))
     init = config.init_lora_weights
-    if not isinstance(init, bool) and init != "gaussian":
+    if not isinstance(init, bool) and init not in ("gaussian", _ORTHOGONAL):
         raise SlipstreamError(
-            f"init_lora_weights={init!r} {_INITS_FROM_WEIGHTS}, or needs data. Give true, false or 'gaussian'."
+            f"init_lora_weights={init!r} {_INITS_FROM_WEIGHTS}, or needs data. Give true, false, 'gaussian' or "
+            f"{_ORTHOGONAL!r}."
         )
+    odd = [rank for rank in (config.r, *config.rank_pattern.values()) if rank % 2]
+    if init == _ORTHOGONAL and odd:
+        raise SlipstreamError(
+            f"init_lora_weights={init!r} with r={odd[0]}: PEFT draws both factors from pairs of rows. Give an even r."
+        )
+    if init == _ORTHOGONAL and config.target_parameters:
+        raise SlipstreamError(_not_supported("target_parameters", config.target_parameters))
 
 
 def check_tied(model: PreTrainedModel) -> None:
@@ -322,6 +332,8 @@ def check_saved_weights(folder: str | Path, adapted: Any, adapter: Adapter) -> N
     expected = {key: tuple(base.get_parameter(name).shape) for name, key in names.items()}
     with _opened(folder) as saved:
         shapes = {key: tuple(saved.get_slice(key).get_shape()) for key in saved.keys()}  # noqa: SIM118
+    ends = {_PREFIX + name: tuple(base.get_parameter(name).shape) for name in _base_weights_of_ends(base)}
+    expected |= {key: shape for key, shape in ends.items() if key in shapes}
     for problem, keys in {
         "lacks": expected.keys() - shapes.keys(),
         "has in addition": shapes.keys() - expected.keys(),
@@ -335,11 +347,33 @@ def check_saved_weights(folder: str | Path, adapted: Any, adapter: Adapter) -> N
 
 
 def load_saved_weights(folder: str | Path, model: nn.Module, names: Mapping[str, str]) -> None:
-    """Fills the adapter's parameters that a part of a model has; `names` are those of `saved_names`."""
+    """Fills the adapter's parameters that a part of a model has; `names` are those of `saved_names`. PEFT saves the
+    weights that an embedding and a head with an adapter had, and loads them, too."""
     with _opened(folder) as saved, torch.no_grad():
+        every = set(saved.keys())
         for name, parameter in model.named_parameters():
-            if name in names:
-                parameter.copy_(saved.get_tensor(names[name]))
+            key = names.get(name, _PREFIX + name)
+            if key in every:
+                parameter.copy_(saved.get_tensor(key))
+
+
+def saves_ends(model: PreTrainedModel) -> bool:
+    """Returns whether PEFT saves the weights beneath adapters of the embedding and of the head: where these have the
+    names that it knows."""
+    from peft.utils.constants import EMBEDDING_LAYER_NAMES
+
+    return any(name.split(".")[-3] in EMBEDDING_LAYER_NAMES for name in _base_weights_of_ends(model))
+
+
+def _base_weights_of_ends(model: PreTrainedModel) -> list[str]:
+    """Returns the names of the weights beneath adapters of the embedding and of the head."""
+    ends = [end for end in (model.get_input_embeddings(), model.get_output_embeddings()) if hasattr(end, "base_layer")]
+    modules = ((name, module) for name, module in model.named_modules() if any(module is end for end in ends))
+    return [
+        f"{name}.base_layer.{parameter}"
+        for name, module in modules
+        for parameter, _ in module.base_layer.named_parameters()
+    ]
 
 
 def _opened(folder: str | Path) -> Any:
@@ -436,7 +470,7 @@ def add_adapter(
     for name in [*modules, *weights]:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(keyed_seed(seed, name))
-            model.get_submodule(name).reset_lora_parameters("default", config.init_lora_weights)
+            _draw(model.get_submodule(name), config.init_lora_weights)
     for name in targets.copies:
         if name in here:
             _train_copy(model, name)
@@ -444,6 +478,14 @@ def add_adapter(
         _train_biases(model)
     if saved is not None:
         load_saved_weights(saved, model, targets.saved)
+
+
+def _draw(module: Any, init: bool | str) -> None:
+    """Draws a module's factors. Those of an embedding have one distribution, whatever the linear layers' is."""
+    if init == _ORTHOGONAL and "default" in module.lora_A:
+        module.orthogonal_init("default")
+    else:
+        module.reset_lora_parameters("default", init)
 
 
 def _add_factors(model: PreTrainedModel, config: Any, modules: list[str], weights: list[str]) -> None:

@@ -43,6 +43,7 @@ from slipstream.model.adapters import (
     freeze,
     quiet_peft,
     read_adapter_config,
+    saves_ends,
 )
 from slipstream.model.given_model import GivenModel, compare_with_config
 from slipstream.model.quantised import (
@@ -342,10 +343,11 @@ def write_adapter(folder: str | Path, config: PretrainedConfig, adapter: Adapter
     from peft.utils import get_peft_model_state_dict
 
     model = _filled(config, adapter, state)
-    adapter_state = get_peft_model_state_dict(model, adapter_name=adapter.name, save_embedding_layers=False)
+    ends: dict[str, bool] = {"save_embedding_layers": saves_ends(model.get_base_model())}
+    adapter_state = get_peft_model_state_dict(model, adapter_name=adapter.name, **ends)
     on_host = {name: tensor.detach().cpu() for name, tensor in adapter_state.items()}
     try:
-        model.save_pretrained(folder, selected_adapters=[adapter.name], save_embedding_layers=False)
+        model.save_pretrained(folder, selected_adapters=[adapter.name], **ends)
         place = Path(folder) if adapter.name == "default" else Path(folder, adapter.name)
         _check_file(place / "adapter_model.safetensors", on_host)
     except SafetensorError as error:  # what it makes of the disk's errors
