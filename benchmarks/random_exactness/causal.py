@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from benchmarks.random_exactness import cuts
 from benchmarks.random_exactness.comparison import Descent, Piped, Step, Unsplit
 from benchmarks.random_exactness.cuts import Dice, Place, happens, parts
 from benchmarks.random_exactness.mesh_models import mesh_config
+from benchmarks.random_exactness.user_code import ATTENTION, ScaledLoss, WeightedLoss
 from benchmarks.zoo.families import architectures, default_config
 from benchmarks.zoo.trial import unsplit_model
 from benchmarks.zoo.variants import combined
@@ -96,10 +98,12 @@ class CausalCase:
     def __init__(self, seed: str, place: Place, folder: Path) -> None:
         self.dice, self.place, self.folder = Dice(f"{seed} causal"), place, folder
         self.of_replicas = Dice(f"{seed} replicas")  # of its own, so that the others draw what they drew before
+        self.of_user = Dice(f"{seed} user")  # likewise
         self.axes: dict[str, Any] = {}
         self.has_dropout = False
         self.during: Callable[[], AbstractContextManager[object]] = nullcontext
         self._draw_model()
+        self._draw_attention()
         self._draw_trained()
 
     # What is trained
@@ -144,6 +148,20 @@ class CausalCase:
             return model.train()
 
         self.build, self.during = built, first.during
+
+    def _draw_attention(self) -> None:
+        """Draws attention of a user's own, which is given whole sequences as a rule: else it is refused."""
+        self.attends_by_own = not self.place.shares and happens(self.of_user, 0.06)
+        if not self.attends_by_own:
+            return
+        self.axes["attention"], build = ATTENTION, self.build
+
+        def built() -> nn.Module:
+            model: Any = build()
+            model.set_attn_implementation(ATTENTION)
+            return model  # type: ignore[no-any-return]
+
+        self.build, self.sources = built, ["instance"]
 
     def _draw_trained(self) -> None:
         kind = self.dice.choices(["all", "frozen", "adapter"], [70, 14, 16])[0]
@@ -230,15 +248,30 @@ class CausalCase:
         self.source = dice.choice(self.sources)
         if self.trained == "adapter" or self.router or self.has_dropout:
             self.source = "instance"
+        if self.attends_by_own and happens(self.of_user, 0.8):
+            settings.pop("microbatches", None)
+            settings["slices"], self.kind, self.is_list = 1, "plain", False
+        self._draw_user_code(settings)
         self.settings = settings
         self.axes |= {"ranks": place.pp, **({"mesh": place.mesh} if place.has_processes else {})}
         self.axes |= {"batch": self.kind, "rows": self.rows, "length": self.length, "source": self.source, **settings}
-        self.axes |= {"loss_fn": self.loss_fn.__name__, "loss_scale": self.scale, "accumulates": self.accumulates}
+        named = getattr(self.loss_fn, "__name__", type(self.loss_fn).__name__)
+        self.axes |= {"loss_fn": named, "loss_scale": self.scale, "accumulates": self.accumulates}
         self.axes |= {"max_norm": self.max_norm, "router_loss": self.router}
         if place.dp > 1:
             self.axes["replicas"] = "of other rows" if self.are_apart else "of equally many rows"
         if self.trained == "frozen":
             self.axes["frozen"] = self.pattern
+
+    def _draw_user_code(self, settings: Mapping[str, Any]) -> None:
+        """Draws a loss with weights, and whether a step without gradients comes before each."""
+        kind = self.of_user.choices(["", "weighted", "scaled"], [88, 6, 6])[0]
+        if kind and self.loss_fn is causal_cross_entropy and self.place.tp == 1 and not self.router:
+            self.loss_fn = WeightedLoss(self.vocabulary) if kind == "weighted" else ScaledLoss()
+        modes = [torch.no_grad, torch.inference_mode]
+        self.refused_within = self.of_user.choice(modes) if happens(self.of_user, 0.1) else None
+        if self.refused_within is not None:
+            self.axes["refused within"] = self.refused_within.__name__
 
     def _parallel(self) -> dict[str, Any]:
         dice, place = self.dice, self.place
@@ -373,16 +406,18 @@ class CausalCase:
     # What it is compared with
 
     def unsplit(self, model: nn.Module) -> Unsplit:
-        return Unsplit(model, self._sums, self.during, Descent(self.place.shares))
+        loss_fn = copy.deepcopy(self.loss_fn)
+        descent = Descent(self.place.shares)
+        return Unsplit(model, partial(self._sums, loss_fn), self.during, descent, _gradients_of(loss_fn))
 
-    def _sums(self, model: nn.Module, replicas: list[Batch]) -> Iterator[tuple[Tensor, Tensor]]:
+    def _sums(self, loss_fn: Any, model: nn.Module, replicas: list[Batch]) -> Iterator[tuple[Tensor, Tensor]]:
         for run in (run for batch in replicas for run in batch.runs):
             if run.ids.shape[1] < 2:
                 continue
             options = dict(run.options) | ({"output_router_logits": True} if self.router else {})
             with kept_frequencies(model) if self.kind in ("list", "lengths") else nullcontext():
                 output = model(input_ids=run.ids, use_cache=False, **options)
-            total, count = self.loss_fn(output.logits[:, :-1], run.labels[:, 1:])
+            total, count = loss_fn(output.logits[:, :-1], run.labels[:, 1:])
             if self.router and model.training:
                 total = _WithAddition.apply(total, self._balance(model, output.router_logits) * count)
             yield total, count
@@ -441,12 +476,15 @@ class CausalCase:
         def arguments(replicas: list[Batch]) -> tuple[tuple[Any, ...], dict[str, Any]]:
             return mine(replicas).given, mine(replicas).options
 
-        def counts(batches: Any) -> int | None:
+        def counts(batches: Any) -> float | None:
             runs = [run for replicas in batches for batch in replicas for run in batch.runs]
+            if isinstance(self.loss_fn, WeightedLoss) and len(batches) > 1:
+                return sum(float(self.loss_fn.divisor(run.labels[:, 1:])) for run in runs)
             return sum(int((run.labels[:, 1:] != -100).sum()) for run in runs) if len(batches) > 1 else None
 
         options = {"loss_scale": self.scale} if self.scale != 1.0 else {}
-        return Piped(pipe, arguments, counts, options, self.during, Descent(self.place.shares))
+        descent, more = Descent(self.place.shares), _gradients_of(self.loss_fn)
+        return Piped(pipe, arguments, counts, options, self.during, descent, more, self.refused_within)
 
 
 class _WithAddition(torch.autograd.Function):
@@ -459,6 +497,11 @@ class _WithAddition(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         return gradient, gradient
+
+
+def _gradients_of(loss_fn: Any) -> Callable[[], dict[str, Tensor]]:
+    """Returns a function that takes the gradients of a loss's own parameters."""
+    return loss_fn.take_gradients if isinstance(loss_fn, ScaledLoss) else dict
 
 
 def penalised(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from slipstream import ParameterShare, Pipeline
+from slipstream import ParameterShare, Pipeline, SlipstreamError
 
 BOUND = 1e-9  # of the largest relative error
 FLOOR = 1e-6  # of the largest number of a group: some gradients are zero in theory
@@ -84,6 +84,7 @@ class Unsplit:
     sums: Callable[[nn.Module, Any], Iterator[tuple[Tensor, Tensor]]]  # (sum, number of targets), then what is added
     during: Callable[[], AbstractContextManager[object]] = nullcontext
     descent: Descent = field(default_factory=Descent)
+    more_gradients: Callable[[], Numbers] = dict  # beside the model's, which are taken
 
     def evaluate(self, batch: Any) -> Tensor:
         self.model.eval()
@@ -104,7 +105,8 @@ class Unsplit:
 
     def gradients(self) -> Numbers:
         named = self.model.named_parameters(remove_duplicate=False)
-        return {name.removeprefix(LORA_PREFIX): p.grad.clone() for name, p in named if p.grad is not None}
+        own = {name.removeprefix(LORA_PREFIX): p.grad.clone() for name, p in named if p.grad is not None}
+        return own | self.more_gradients()
 
     def clip(self, max_norm: float) -> Tensor:
         return torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
@@ -123,10 +125,12 @@ class Piped:
 
     pipe: Pipeline
     arguments: Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]]
-    counts: Callable[[Sequence[Any]], int | None] = lambda _: None
+    counts: Callable[[Sequence[Any]], float | None] = lambda _: None
     options: dict[str, Any] = field(default_factory=dict)
     during: Callable[[], AbstractContextManager[object]] = nullcontext
     descent: Descent = field(default_factory=Descent)
+    more_gradients: Callable[[], Numbers] = dict  # beside the model's, which are taken
+    refused_within: Callable[[], AbstractContextManager[object]] | None = None  # where steps can't have gradients
 
     def evaluate(self, batch: Any) -> Tensor:
         given, named = self.arguments(batch)
@@ -139,11 +143,24 @@ class Piped:
         with self.during():
             for batch in batches:
                 given, named = self.arguments(batch)
+                if self.refused_within is not None:
+                    self._check_refused(self.refused_within, *given, **named, **more, **self.options)
                 loss = self.pipe.step(*given, **named, **more, **self.options)
         return loss
 
+    def _check_refused(self, within: Callable[[], AbstractContextManager[object]], *given: Any, **options: Any) -> None:
+        """Raises AssertionError unless a step is refused within a mode that gives no gradients."""
+        try:
+            with within():
+                self.pipe.step(*given, **options)
+        except SlipstreamError as error:
+            if f"within torch.{within.__name__}" not in str(error):
+                raise
+            return
+        raise AssertionError(f"a step within {within.__name__} ran")
+
     def gradients(self) -> Numbers:
-        found = {}
+        found = self.more_gradients()
         for piece in self.pipe.parameter_shards():
             if piece.parameter.grad is not None:
                 found[piece.name] = _local(piece.parameter.grad).clone()

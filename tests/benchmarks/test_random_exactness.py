@@ -66,6 +66,15 @@ def test_a_rank_that_is_ended_ends_the_others() -> None:
     assert result.ended_by == "it waited for more than 10 s"
 
 
+def test_a_step_that_runs_without_gradients_shows() -> None:
+    """And one that is refused for another reason isn't taken for it."""
+    pipe = Pipeline(torch.nn.Sequential(torch.nn.Linear(2, 2)))
+    rows = torch.randn(2, 2), torch.tensor([0, 1])
+    Piped(pipe, lambda batch: (rows, {}), refused_within=torch.no_grad).step([None])
+    with pytest.raises(AssertionError, match="a step within enable_grad ran"):
+        Piped(pipe, lambda batch: (rows, {}), refused_within=torch.enable_grad).step([None])
+
+
 def _rank_of_three(task: str, send: Send, rank: int) -> None:
     send(rank)
     if rank == 1:
@@ -94,9 +103,15 @@ def test_kept_seeds_are_exact_or_refused() -> None:
 
 @pytest.mark.more
 @pytest.mark.timeout(300)
-def test_a_case_says_what_was_drawn() -> None:
-    command = [sys.executable, "-m", "benchmarks.random_exactness", "--case", "1"]
+@pytest.mark.parametrize(
+    ("seed", "axes"),
+    [("1", {}), ("0", {"attention": "sharper", "loss_fn": "ScaledLoss"}), ("16", {"loss_fn": "WeightedLoss"})],
+)
+def test_a_case_says_what_was_drawn(seed: str, axes: dict[str, str]) -> None:
+    command = [sys.executable, "-m", "benchmarks.random_exactness", "--case", seed]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     drawn = ended.stdout[ended.stdout.index("{") : ended.stdout.rindex("}") + 1]
     assert ended.returncode == 0, ended.stdout
     assert json.loads(drawn)["ranks"]
+    assert json.loads(drawn).items() >= axes.items()
+    assert "1 exact" in ended.stdout
