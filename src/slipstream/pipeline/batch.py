@@ -56,7 +56,9 @@ class Batch:
                 name = "labels" if place == len(tensors) else "inputs"
                 kind = type(tensor).__name__
                 raise SlipstreamError(f"{name} are of type {kind}: give a tensor, or a list of tensors.")
-            moved.append(None if tensor is None else _moved(tensor, device))
+            if tensor is not None and tensor.is_inference():
+                tensor = _moved(tensor, device)
+            moved.append(None if tensor is None else tensor.to(device))
         *here, labels, positions, documents, values = moved
         is_tuple = isinstance(inputs, tuple)
         return cls(tuple(here), is_tuple, labels, positions, documents, values)  # type: ignore[arg-type]

@@ -300,7 +300,7 @@ class PipelineRuntime:
             else:
                 batch = self.family.split(whole, plan.microbatches, self._seed(), plan.groups)
                 order = plan.schedule
-            if len(self.layout.layers) - 1 in self.stages:
+            if self._losses.is_given and len(self.layout.layers) - 1 in self.stages:
                 batch = replace(batch, loss_scale=loss_scale)
                 self._losses.try_on(batch, self.family.output_forms, has_backward)
             return batch, order.checksum

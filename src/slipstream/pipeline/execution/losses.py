@@ -34,6 +34,8 @@ TokenLosses = Callable[[Tensor, Tensor], Tensor]  # (logits (b, T, V), targets (
 class Losses(ABC):
     """How the last stage makes a loss of its outputs, slice by slice."""
 
+    is_given = False
+    """Whether it is a function of the user's, which is to be tried."""
     may_say_divisor = False
     """Whether it may say, once all parts have run, what their sum is divided by."""
     says_divisor = False
@@ -81,6 +83,7 @@ class SequenceLosses(Losses):
     all have the loss, which counts on the first.
     """
 
+    is_given = True
     loss: SequenceLoss
     token_losses: TokenLosses
     sharing: RankGroup
@@ -221,6 +224,7 @@ class GivenLosses(SliceLosses):
     as the sum of the weights of classes; it is known only once all parts have run.
     """
 
+    is_given = True
     may_say_divisor = True
 
     def __init__(
