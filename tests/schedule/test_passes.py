@@ -189,7 +189,7 @@ def test_memory_of_recomputation_and_offload(schedule: Schedule, kept: int, held
         (lambda: add_offload(gpipe(2, 1, 2), ahead=-1), r"share=1\.0, ahead=-1: .* 0 or more actions ahead"),
         (lambda: in_flushes(gpipe(2, 2), 0), "num_flushes=0: give 1 or more"),
         (lambda: in_flushes(add_communication(gpipe(2, 2)), 2), "has sends and receives already; repeat it before"),
-        (lambda: spread_vocabulary(make_schedule("v-min", 8, 8, 1, 2), ahead=3), "wait for each other"),
+        (lambda: spread_vocabulary(make_schedule("v-min", 5, 8, 1, 2), ahead=1), "wait for each other"),
     ],
 )
 def test_refusals(change: Callable[[], Schedule], message: str) -> None:

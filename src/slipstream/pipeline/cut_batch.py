@@ -307,12 +307,6 @@ def check_sequences(loss: SequenceLoss, whole: Batch) -> None:
             "multiple of it, the sequences of a group next to each other."
         )
     values = whole.sequence_values
-    if values is None and loss.needs_values:
-        raise SlipstreamError(
-            "the function of the SequenceLoss takes sequence_values, which aren't given: give step(..., "
-            "sequence_values=...), such as the log-probabilities by a reference. Data of plain sequences trains a "
-            "Pipeline without this loss_fn."
-        )
     if values is not None and (values.dim() == 0 or len(values) != len(whole.targets)):
         raise SlipstreamError(
             f"sequence_values are {tuple(values.shape)} for {len(whole.targets)} sequences: give one, or one row, for "

@@ -410,14 +410,15 @@ def run_rows(
     return ends, places
 
 
-def due_first(due: Floats, room: Ints, missing: Ints, first_after: Ints, after: Ints) -> Ints:
+def due_first(due: Floats, free: Ints, room: Ints, missing: Ints, first_after: Ints, after: Ints) -> Ints:
     """Returns the order in which ranks run F, I and W of their two stages: in every unit of time each runs, of the next
-    ones of these that can run, the one that is due first. An F can run where its rank has room for it and for the F's
-    of its other stage that are due before it; a W makes room.
+    ones of these that can run, the one that is due first. An F can run where its stage isn't full, and its rank has
+    room for it and for the F's of its other stage that are due before it; a W makes room.
 
     Args:
         due: when each action is due. They are numbered by rank, by its stages and by F, I and W.
-        room: how many slices each rank may take, its two stages together; used up.
+        free: how many slices each stage may take, one rank's two stages after the other's; used up.
+        room: how many each rank may take, its two stages together; used up.
         missing: how many actions each still waits for; used up.
         first_after: the actions after number n are after[first_after[n] : first_after[n + 1]].
         after: see there.
@@ -430,6 +431,7 @@ def due_first(due: Floats, room: Ints, missing: Ints, first_after: Ints, after: 
             for queue in range(6 * rank, 6 * rank + 6):
                 action, best = following[queue], chosen[rank]
                 can_run = action < (queue + 1) * size and missing[action] == 0
+                can_run = can_run and (queue % 3 > 0 or free[queue // 3] > 0)
                 if can_run and queue % 3 == 0:
                     other = queue + 3 if queue == 6 * rank else queue - 3
                     left, earlier = room[rank], following[other]
@@ -444,6 +446,7 @@ def due_first(due: Floats, room: Ints, missing: Ints, first_after: Ints, after: 
             if action >= 0:
                 taken = action // size
                 following[taken] += 1
+                free[taken // 3] += taken % 3 - 1
                 room[rank] += taken % 3 - 1
                 order[done] = action
                 done += 1

@@ -312,7 +312,8 @@ def zb_v(num_ranks: int, num_microbatches: int, num_slices: SliceCounts = 1) -> 
 
     counts, last = Counts("zb-v", num_ranks, num_microbatches, num_slices), 2 * num_ranks - 1
     if counts.total < num_ranks + counts.most_slices:
-        return _repeat(_half_block(num_ranks)._replace(most_held=2 * num_ranks), counts)
+        block = _half_block(num_ranks)
+        return _repeat(block._replace(limits=[counts.total] * (last + 1), most_held=2 * counts.total), counts)
     # With too few slices to fill the pipeline, the order is that of more microbatches without the additional ones.
     most, padding = counts.most_slices, 2 * (num_ranks - 1) + counts.most_slices - sum(counts.slice_counts)
     filled = (*counts.slice_counts, *[most] * max(-(-padding // most), 0))
@@ -341,9 +342,9 @@ def v_half(num_ranks: int, num_microbatches: int, num_slices: SliceCounts = 1) -
     The placement is that of `zb_v`. In the building block a slice goes down the V in steps of two passes and up
     in steps of one:
 
-        rank 0  0F0 0F1 0F2         5F0 5I0 5W0 5F1 5I1 5W1 0I0 0W0         5F2 5I2 0I1 0W1 5W2     0I2 0W2
-        rank 1      1F0 1F1     4F0     4F1 4I0 4W0 1F2 1I0 4I1 1W0 4W1 4F2     1I1 4I2 1W1 4W2 1I2 1W2
-        rank 2          2F0 3F0 2F1 3F1         3I0 2I0 3W0 2F2 2W0 3F2 3I1 2I1 2W1 3W1 3I2 2I2 2W2 3W2
+        rank 0  0F0 0F1 0F2         5F0 5I0 5W0         5F1 5I1 0I0 5W1 0W0 5F2 5I2 0I1 0W1 5W2     0I2 0W2
+        rank 1      1F0 1F1     4F0         4I0 4W0 4F1 1F2 1I0 4I1 4W1 4F2 1W0 1I1 4I2 1W1 4W2 1I2 1W2
+        rank 2          2F0 3F0 2F1 3F1         3I0 2I0 2W0 2F2 3W0 3F2 3I1 2I1 2W1 3W1 3I2 2I2 2W2 3W2
 
     A rank keeps at most 1 + floor(p/2)/s microbatches, where rank 0 of 1F1B keeps 1 + (p-1)/s. Where F, I and W of
     each of the 2p stages take one unit and ms >= p+s-1, a rank waits 3p-4 units of the step at most, where it waits
@@ -363,9 +364,9 @@ def v_min(num_ranks: int, num_microbatches: int, num_slices: SliceCounts = 1) ->
 
     The placement is that of `zb_v`. In the building block a slice goes down and up the V without waiting:
 
-        rank 0  0F0 0F1             5F0 5I0 5F1 5W0 0F2 5I1 0I0 0W0 5W1     5F2 5I2 0I1 0W1 5W2     0I2 0W2
-        rank 1      1F0 1F1     4F0     4F1 4I0 4W0     1I0 1F2 1W0 4I1 4F2 4W1 1I1 4I2 1W1 4W2 1I2 1W2
-        rank 2          2F0 3F0 2F1 3F1         3I0 2I0 3W0 2W0 2F2 3F2 3I1 2I1 2W1 3W1 3I2 2I2 2W2 3W2
+        rank 0  0F0 0F1             5F0 5I0 5W0 5F1 0F2 5I1 0I0 5W1 0W0     5F2 5I2 0I1 0W1 5W2     0I2 0W2
+        rank 1      1F0 1F1     4F0     4F1 4I0 4W0     1I0 1F2 4I1 1W0 4F2 4W1 1I1 4I2 1W1 4W2 1I2 1W2
+        rank 2          2F0 3F0 2F1 3F1         3I0 2I0 2W0 3W0 2F2 3F2 3I1 2I1 2W1 3W1 3I2 2I2 2W2 3W2
 
     A rank keeps at most 1 + floor((p+1)/3)/s microbatches, where rank 0 of 1F1B keeps 1 + (p-1)/s. Where F, I
     and W of each of the 2p stages take one unit, a rank waits 4p-5 units of the step at most, where it waits 6(p-1)
@@ -388,8 +389,10 @@ class _Block(NamedTuple):
     """When each stage runs the slice's F."""
     backward: list[int]
     """When each stage runs its I."""
+    limits: list[int]
+    """How many slices each stage holds at most."""
     most_held: int
-    """The activations of a stage and slice that a rank holds at most."""
+    """How many slices a rank's two stages hold together at most, which may be fewer: they needn't be full at once."""
 
 
 def _building_block(num_ranks: int, down: int, up: int, at_loss: int, at_turn: int) -> _Block:
@@ -407,21 +410,26 @@ def _building_block(num_ranks: int, down: int, up: int, at_loss: int, at_turn: i
     end = back + ramp + 1 + at_turn  # I of stage 0
     passes = [((down * r, end - up * r), (loss - up * r, back + down * r)) for r in range(num_ranks)]
     stages = [lower for lower, _ in passes] + [upper for _, upper in reversed(passes)]
+    most_held, lower_limits, upper_limits = zip(*starmap(_least_held, passes), strict=True)
     return _Block(
         forward=[forward for forward, _ in stages],
         backward=[backward for _, backward in stages],
-        most_held=max(starmap(_most_held, passes)),
+        limits=[*lower_limits, *reversed(upper_limits)],
+        most_held=max(most_held),
     )
 
 
-def _most_held(lower: tuple[int, int], upper: tuple[int, int]) -> int:
-    """Returns what a rank holds at most, given F and I of its two stages, with W in the free units in which that is
-    least."""
+def _least_held(lower: tuple[int, int], upper: tuple[int, int]) -> tuple[int, int, int]:
+    """Returns what a rank's two stages hold at most together, and each by itself, given their F and I, with W in the
+    free units in which that is least."""
     free = set(range(_PERIOD)) - {time % _PERIOD for time in (*lower, *upper)}
-    return min(
-        max(_held(*lower, first, time) + _held(*upper, second, time) for time in range(_PERIOD))
-        for first, second in permutations(free)
-    )
+    choices = []
+    for first, second in permutations(free):
+        below = [_held(*lower, first, time) for time in range(_PERIOD)]
+        above = [_held(*upper, second, time) for time in range(_PERIOD)]
+        together = max(map(sum, zip(below, above, strict=True)))
+        choices.append((together, max(below), max(above)))
+    return min(choices, key=lambda choice: (choice[0], choice[1] + choice[2]))
 
 
 def _held(forward: int, backward: int, free: int, time: int) -> int:
@@ -435,30 +443,28 @@ def _repeat(block: _Block, counts: Counts) -> Schedule:
     """Returns the block once per slice, each pass as early as its rank's memory allows.
 
     With s slices, s-1 go over the V before one can go backward: there the block repeats every 2 units instead of
-    6, and each of a rank's stages holds s-1 more slices. W is due when the rank's next forward needs its memory. With
-    one slice every pass has a unit of its own, so running the pass that is due first, of those that can run, ends each
-    when it is due or earlier: the step is no longer than the blocks in a row. The ranks can't get stuck: a forward
-    leaves room for those of its rank that are due before it, so the one that is due first can run once its rank has
-    run the W's before it.
+    6, and a stage holds s-1 more slices. W is due when its stage's next forward needs its memory. With one slice every
+    pass has a unit of its own, so running the pass that is due first, of those that can run, ends each when it is due
+    or earlier: the step is no longer than the blocks in a row. The ranks can't get stuck: a limit is at least a
+    microbatch's slices, and a forward leaves room on its rank for those that are due before it.
     """
     import numpy as np
 
     from slipstream.schedule.action_arrays import ActionArrays, compiled_due_first, due_first  # loads numpy
 
     stages = [stage for rank in range(counts.num_ranks) for stage in (rank, 2 * counts.num_ranks - 1 - rank)]
+    forward, backward, limits = (
+        np.array(times)[stages, None] for times in (block.forward, block.backward, block.limits)
+    )
     numbers, ramp = np.arange(counts.total), counts.most_slices - 1
-    room = block.most_held + 2 * ramp
-    forward = np.array(block.forward)[stages, None] + 2.0 * np.minimum(numbers, ramp)
-    forward += _PERIOD * np.maximum(numbers - ramp, 0)
-    backward = np.array(block.backward)[stages, None] + 2.0 * ramp + _PERIOD * numbers
-    # Of a rank's two stages the weight gradient that comes k-th makes room for the forward number k + room.
-    by_rank = forward.reshape(counts.num_ranks, -1)
-    needed = np.full_like(by_rank, np.inf)
-    needed[:, : max(by_rank.shape[1] - room, 0)] = np.sort(by_rank, axis=1)[:, room:] - 1
-    weight = np.empty_like(by_rank)
-    place = np.argsort(backward.reshape(by_rank.shape), axis=1, kind="stable")
-    np.put_along_axis(weight, place, needed, axis=1)
-    due = np.stack([forward, backward, weight.reshape(forward.shape)], axis=1).ravel()
+
+    def starts(slices: Ints) -> Floats:
+        times: Floats = forward + 2.0 * np.minimum(slices, ramp) + _PERIOD * np.maximum(slices - ramp, 0)
+        return times
+
+    following = numbers + limits + ramp
+    weights = np.where(following < counts.total, starts(following) - 1, np.inf)
+    due = np.stack([starts(numbers), backward + 2 * ramp + _PERIOD * numbers, weights], axis=1).ravel()
 
     def row(rank: int) -> Ints:
         return np.concatenate([counts.passes(op, g) for g in stages[2 * rank :][:2] for op in (Op.F, Op.I, Op.W)])
@@ -466,7 +472,8 @@ def _repeat(block: _Block, counts: Counts) -> Schedule:
     arrays = ActionArrays.of(counts.schedule(row, v_shaped=True))
     run = due_first if len(due) <= _MOST_INTERPRETED else compiled_due_first()
     first_before, _, first_after, after = arrays.precedence
-    return arrays.only(run(due, np.full(counts.num_ranks, room), np.diff(first_before), first_after, after))
+    room = np.full(counts.num_ranks, block.most_held + 2 * ramp)
+    return arrays.only(run(due, limits.ravel() + ramp, room, np.diff(first_before), first_after, after))
 
 
 class ScheduleKind(NamedTuple):

@@ -109,11 +109,15 @@ class SequenceLosses(Losses):
         return sums
 
     def try_on(self, batch: SplitBatch, forms_of: Callable[[Any, Tensor], OutputForms], has_backward: bool) -> None:
-        """Raises SlipstreamError where the function reads a parameter: gradients go to log-probabilities alone."""
-        if not has_backward or self._is_tried:
+        """Raises SlipstreamError where the function isn't given the values that it takes, or reads a parameter:
+        gradients go to log-probabilities alone."""
+        if not has_backward:
+            return
+        sequences = batch.sequences[0]
+        self._check_values(sequences.values)
+        if self._is_tried:
             return
         self._is_tried = True
-        sequences = batch.sequences[0]
         device = batch.targets[0][0].device
         drawn = torch.rand(sequences.count * self.loss.num_sums, dtype=torch.float64, device=device)
         log_probabilities = (-drawn).requires_grad_()
@@ -143,12 +147,21 @@ class SequenceLosses(Losses):
             (gradient,) = torch.autograd.grad(total * state.batch.loss_scale / state.batch.num_valid, log_probabilities)
             state.loss_gradients[m] = gradient
 
+    def _check_values(self, values: Tensor | None) -> None:
+        if values is None and self.loss.needs_values:
+            raise SlipstreamError(
+                "the function of the SequenceLoss takes sequence_values, which aren't given: give step(..., "
+                "sequence_values=...), such as the log-probabilities by a reference. Data of plain sequences trains a "
+                "Pipeline without this loss_fn."
+            )
+
     def _by_sequence(self, sums: Tensor) -> Tensor:
         return sums.view(-1, 2) if self.loss.prompts else sums
 
     def _losses(self, log_probabilities: Tensor, values: Tensor | None) -> Tensor:
         """Returns the loss of each group of sequences. Raises SlipstreamError where the function returns something
         else."""
+        self._check_values(values)
         arguments = (log_probabilities,) if values is None else (log_probabilities, values)
         losses: object = self.loss.function(*arguments)
         expected = len(log_probabilities) // self.loss.group_size
