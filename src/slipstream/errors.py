@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import signal
 from collections.abc import Iterable
+from pathlib import Path
 
 
 def printable(text: str) -> str:
@@ -67,12 +69,40 @@ class LostRankError(RankFailedError):
 
 
 def syntax_text(error: Exception) -> str:
-    """Returns where a YAML, TOML or JSON text can't be read, and why, in one line."""
+    """Returns where a YAML, TOML or JSON text can't be read, and why, in one line; of YAML also the line itself."""
     mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
     if mark is None or problem is None:
         return " ".join(str(error).split())
-    tabs = "; indent with spaces" if "'\\t'" in problem else ""
-    return f"line {mark.line + 1}, column {mark.column + 1}: {problem}{tabs}"
+    said = f"line {mark.line + 1}, column {mark.column + 1}: {problem}"
+    lines = (getattr(mark, "buffer", None) or "").rstrip("\0").splitlines()
+    if "'\\t'" in problem:
+        return f"{said}; indent with spaces"
+    if len(lines) < 2 or mark.line >= len(lines):
+        return said
+    line, before = lines[mark.line], next((text for text in reversed(lines[: mark.line]) if text.strip()), "")
+    return f"{said}, in {line!r}{_layout_hint(line, before)}"
+
+
+def _layout_hint(line: str, before: str) -> str:
+    """Returns the end of a sentence about two lines of YAML that don't fit each other; "" where they may well."""
+    if glued := next(filter(None, map(colon_hint, (before, line))), ""):
+        return f"; {glued}"
+    indent, indent_before = (len(text) - len(text.lstrip(" ")) for text in (line, before))
+    if indent == indent_before or line.lstrip().startswith("#"):
+        return ""
+    return (
+        f"; it is indented by {indent}, and the line before, {before.strip()!r}, by {indent_before}: indent all "
+        "settings of a section alike"
+    )
+
+
+def colon_hint(text: str) -> str:
+    """Returns how to write a setting of YAML whose value follows the colon without a blank; "" where none does."""
+    glued = _GLUED.fullmatch(text)
+    return f"put a blank after the colon: {glued[1]}: {glued[2]}" if glued else ""
+
+
+_GLUED = re.compile(r"\s*(?:- )?([a-zA-Z]\w*):((?!//)\S.*)")  # no address such as https://a
 
 
 _ALIKE = 0.65  # how alike two names must be, of 1: with less, logging_steps would be steps
@@ -88,3 +118,44 @@ def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
     """
     near = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=_ALIKE)
     return f"; did you mean {prefix + near[0]!r}?" if near else "."
+
+
+def path_hint(name: str | Path) -> str:
+    """Returns what follows in a sentence that says there is no such file or folder: " (did you mean 'books/a.txt'?)",
+    or "" if none is similar."""
+    near = _near_path(Path(name))
+    return f" (did you mean {near!r}?)" if near else ""
+
+
+def _near_path(path: Path) -> str:
+    """Returns what is here by the nearest name of the first part of a path that isn't; "" where there is none."""
+    missing = next((part for part in (*reversed(path.parents), path) if not part.exists()), None)
+    if missing is None or not missing.parent.is_dir():
+        return ""
+    try:
+        known = os.listdir(missing.parent)
+    except OSError:
+        return ""
+    names = difflib.get_close_matches(missing.name, known, cutoff=_ALIKE)
+    near = (missing.with_name(name) / path.relative_to(missing) for name in names)
+    return next((str(candidate) for candidate in near if candidate.exists()), "")
+
+
+def is_surely_a_path(name: str) -> bool:
+    """Returns whether a name can't be one on the hub, where it is NAME or OWNER/NAME."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith("/")
+
+
+def check_not_misspelt(what: str, name: str) -> None:
+    """Raises SlipstreamError, before the hub is asked, where `name` isn't here and can't be one of the hub, or has no
+    owner and nearly the name of a file or folder here. `what` begins the message, such as "no model at 'modle'"."""
+    if Path(name).exists():
+        return
+    near = _near_path(Path(name))
+    if is_surely_a_path(name):
+        raise SlipstreamError(f"{what}: there is no such file or folder{path_hint(name)}")
+    # A longer name is no misspelt one: gpt2 of the hub, where a run has left gpt2-mine.
+    if near and "/" not in name and not near.startswith(name):
+        raise SlipstreamError(
+            f"{what}: there is no such file or folder here{path_hint(name)}, and a name on the hub is OWNER/{name}"
+        )

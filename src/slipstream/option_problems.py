@@ -13,7 +13,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from slipstream.errors import did_you_mean
+from slipstream.errors import colon_hint, did_you_mean
+from slipstream.units import numbers_meant
 
 _SEVERAL = (list, tuple)
 _KINDS = {int: "a whole number", float: "a number", str: "a text", Path: "a path", bool: "true or false"}
@@ -26,7 +27,7 @@ def describe_problems(error: ValidationError, record: Any) -> list[str]:
     """Returns one line for each option that is wrong: its name, its value, and the allowed ones.
 
     `record` is the class that refused. Where it has `other_names`, they say which option is meant by a name of another
-    library, and a caution; `other_values` say so of an option's values.
+    library, and a caution; `other_values` say so of an option's values, and `absent_values` why there is no such value.
     """
     lines: dict[str, str] = {}
     for problem in error.errors():
@@ -129,13 +130,21 @@ def _wrong(place: _Place, given: Any, record: type[BaseModel]) -> str:
     annotation, limits = place.annotation, () if place.is_nested else place.option.metadata
     if inner := records_in(annotation):
         settings = ", ".join(sorted(inner[0].model_fields))
-        return f"{place.name}={given!r}: {place.path[-1]} is a section; give its settings, which are {settings}"
+        section = place.path[-1]
+        if given is None:
+            return f"{place.name} is an empty section: indent its settings below {section}:, which are {settings}"
+        if isinstance(given, str) and (hint := colon_hint(given)):
+            return f"{place.name}={given!r}: {section} is a section of settings; {hint}"
+        return f"{place.name}={given!r}: {section} is a section; give its settings, which are {settings}"
     name = place.name
     if isinstance(given, list) and not place.is_nested:  # which has too few values
         name = place.name.partition("[")[0]
     line = f"{name}={given!r}: give {allowed_text(annotation, limits)}"
     if isinstance(given, bool):
         line += " (yes, no, on and off are read as true and false)"
+    absent: Mapping[str, Mapping[str, str]] = getattr(record, "absent_values", {})
+    if isinstance(given, str) and (reason := absent.get(place.name, {}).get(given.lower())):
+        return f"{line}; {reason}"
     meant = _meant(place, given, annotation, record)
     return line + (f"; did you mean {place.name}={meant}?" if meant else "")
 
@@ -153,12 +162,17 @@ def _meant(place: _Place, given: Any, annotation: Any, record: type[BaseModel]) 
     takes_several = any(get_origin(kind) in _SEVERAL for kind in kinds)
     if takes_several and isinstance(given, str) and ("," in given or not names):
         return f"[{given}]"
+    numbers = [get_args(kind)[0] if get_origin(kind) is Annotated else kind for kind in kinds]
+    if isinstance(given, str) and not {int, float}.isdisjoint(numbers):
+        return f" or {place.name}=".join(numbers_meant(given, is_whole=int in numbers))
     return ""
 
 
 def _unknown(place: _Place, record: type[BaseModel]) -> str:
     """Says that there is no such option, and which was meant: of this name elsewhere, or of the nearest one here."""
     key, owner = place.path[-1], place.owner
+    if glued := colon_hint(key):
+        return f"unknown key {place.name}; {glued}"
     others: Mapping[str, tuple[str, str]] = getattr(record, "other_names", {})
     where = ".".join(place.path[:-1])
     known = [] if owner is None else sorted(owner.model_fields)

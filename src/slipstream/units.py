@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 
 _DURATIONS = ((1, "s"), (1e3, "ms"), (1e6, "µs"), (1e9, "ns"))  # units per second
@@ -74,3 +75,35 @@ def share_text(share: float | None) -> str:
 
 def _three_digits(number: float) -> str:
     return f"{number:.2f}" if number < 9.995 else f"{number:.1f}" if number < 99.95 else f"{number:,.0f}"
+
+
+def numbers_meant(text: str, is_whole: bool) -> list[str]:
+    """Returns the numbers that a text such as 128k, 80GB, 1,000 or 5% may mean, as they are typed; none for others."""
+    if _GROUPED.fullmatch(text):
+        return [text.replace(",", "")]
+    found = _WITH_UNIT.fullmatch(text.strip())
+    if found is None:
+        return []
+    number, prefix, binary, unit = float(found[1]), found[2].lower(), found[3], found[4]
+    if unit == "%":
+        return [] if prefix or is_whole else [f"{number / 100:g}"]
+    if not prefix:
+        # 15B are billions of tokens or parameters, and 80000000000B bytes.
+        return [_typed(number * 1e9 if number < _FEWEST_BYTES else number)] if unit else []
+    power = "kmgt".index(prefix) + 1
+    meant = [number * 1024**power] if binary else [number * 1000**power]
+    if is_whole and prefix == "k" and not binary and not unit:  # of tokens both are usual
+        meant.append(number * 1024)
+    return [_typed(value) for value in meant]
+
+
+_GROUPED = re.compile(r"\d{1,3}(,\d{3})+")
+_WITH_UNIT = re.compile(r"(\d+(?:\.\d+)?)\s?([kKmMgGtT]?)(i?)([bB%]?)")
+_FEWEST_BYTES = 10_000
+
+
+def _typed(number: float) -> str:
+    """Returns a number as short as it can be typed: 128000, 80e9."""
+    if number >= 1e8 and number % 1e8 == 0:
+        return f"{number / 1e9:.15g}e9"
+    return f"{number:.15g}"

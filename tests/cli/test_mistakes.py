@@ -5,7 +5,10 @@ Each ends with exit code 2 and without a traceback, and nothing is started or wr
 
 from __future__ import annotations
 
+import gzip
+import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -42,6 +45,15 @@ SETTINGS: list[tuple[str, list[str]]] = [
     ("--lr=1e-3", ["unknown key lr", "'optimizer.lr'"]),
     ("--optimizer.learning_rate=1e-3", ["optimizer.learning_rate", "'optimizer.lr'"]),
     ("--batch_size=4", ["unknown key batch_size", "'training.batch_size'"]),
+    ("--deepspeed", ["unknown key deepspeed; here it is 'parallel.shard': optimizer shares its state"]),
+    ("--deepspeed=ds.json", ["unknown key deepspeed; here it is 'parallel.shard'", "no file of theirs"]),
+    ("--fsdp=full_shard", ["unknown key fsdp; here it is 'parallel.shard'", "parameters shares weights and gradients"]),
+    ("--use_fsdp", ["unknown key use_fsdp; here it is 'parallel.shard'"]),
+    ("--data.train_on_inputs=true", ["unknown key data.train_on_inputs; here it is 'data.loss': all counts"]),
+    ("--data.max_samples", ["'--data.max_samples' isn't a setting with a value"]),
+    ("--preference.loss=grpo", ["'orpo' or 'kto'; GRPO isn't among them", "a reward judges while it trains"]),
+    ("--preference.loss=ipo", ["IPO isn't among them"]),
+    ("--preference.loss=opro", ["did you mean preference.loss=orpo?"]),
     ("--gpus=4", ["unknown key gpus; here it is 'pipeline.num_ranks': processes over which"]),
     ("--world_size=4", ["unknown key world_size; here it is 'pipeline.num_ranks'"]),
     ("--data.path=books", ["unknown key data.path; here it is 'data.files': a list of texts"]),
@@ -52,7 +64,10 @@ SETTINGS: list[tuple[str, list[str]]] = [
     ("--optimizer.schedule=cosin", ["optimizer.schedule=cosin is not known", "did you mean 'cosine'?"]),
     ("--training.device=cuda", ["needs a CUDA device, but there is none", "--training.device=cpu"]),
     ("--tracking.to=[wandbb]", ["'wandbb' isn't known", "did you mean 'wandb'?"]),
-    ("--training.batch_size=3 --dp=2", ["training.batch_size=3 doesn't divide", "choose 2 or 4"]),
+    ("--training.batch_size=3 --dp=2", ["training.batch_size=3 doesn't divide", "=2 or 4, or parallel.data=1"]),
+    ("--training.batch_size=2 --parallel.data=3", ["choose training.batch_size=3, or parallel.data=2"]),
+    ("--training.batch_size=1 --pipeline.num_microbatches=2", ["num_microbatches=1, or training.batch_size=2"]),
+    ("--training.batch_size=2 --dp=2 --pipeline.num_microbatches=2", ["=1, or training.batch_size=4"]),
     ("--memory.recompute=3000", ["memory.recompute=3000", "1 to 2 here"]),
     ("--runtime.transport=nccl", ["2 ranks compute on CPUs", "give gloo"]),
     ("--preference.beta=0.1", ["preference needs pairs", "give data.dataset"]),
@@ -71,6 +86,12 @@ SETTINGS: list[tuple[str, list[str]]] = [
     ("--training.steps=1.5", ["training.steps=1.5", "a whole number from 1"]),
     ("--training.steps=true", ["training.steps=True", "a whole number from 1", "yes, no, on and off"]),
     ("--training.seq_len=4k", ["training.seq_len='4k'", "a whole number from 1"]),
+    ("--training.seq_len=128k", ["did you mean training.seq_len=128000 or training.seq_len=131072?"]),
+    ("--training.steps=1,000", ["training.steps='1,000'", "did you mean training.steps=1000?"]),
+    ("--memory.limit=80GB", ["memory.limit='80GB'", "did you mean memory.limit=80e9?"]),
+    ("--memory.limit=80GiB", ["did you mean memory.limit=85899345920?"]),
+    ("--data.validation_fraction=5%", ["did you mean data.validation_fraction=0.05?"]),
+    ("--pipeline.slices=128,256", ["did you mean pipeline.slices=[128,256]?"]),
     ("--training.overwrite=maybe", ["training.overwrite='maybe'", "true or false"]),
     ("--optimizer.lr=0", ["optimizer.lr=0", "a number above 0"]),
     ("--optimizer.betas=[0.9]", ["optimizer.betas=[0.9]", "a list of 2 numbers"]),
@@ -78,6 +99,9 @@ SETTINGS: list[tuple[str, list[str]]] = [
     ("--training.precision=fp32", ["'fp32'", "'bf16-weights' or 'fp16'", "training.precision=float32?"]),
     ("--training.device=gpu", ["training.device='gpu'", "'cpu' or 'cuda'", "training.device=cuda?"]),
     ("--pipeline.schedule=1f1p", ["pipeline.schedule='1f1p'", "did you mean '1f1b'"]),
+    ("--pipeline.schedule=zero-bubble", ["did you mean 'zb-h1', or 'zb-v' with 2 stages per rank?"]),
+    ("--pipeline.schedule=ZBVZeroBubble", ["did you mean 'zb-v'?"]),
+    ("--pipeline.schedule=Interleaved1F1B", ["did you mean 'interleaved-1f1b'?"]),
     ("--pipeline.slices=0", ["pipeline.slices=0", "'auto', a whole number from 1 or a list of whole numbers"]),
     ("--pipeline.slices=16,16", ["pipeline.slices='16,16'", "did you mean pipeline.slices=[16,16]?"]),
     ("--pipeline.slices=[16,17]", ["add up to 33", "training.seq_len=32", "pipeline.slices=2"]),
@@ -91,7 +115,7 @@ SETTINGS: list[tuple[str, list[str]]] = [
     ("--memory.recompute=yes", ["memory.recompute=True", "'selective', 'full'", "memory.recompute=full?"]),
     ("--memory.offload=50", ["memory.offload=50", "a number from 0 to 1"]),
     ("--checkpoint.resume=true", ["checkpoint.resume=True", "'no', 'latest', 'last-good'", "resume=latest?"]),
-    ("--checkpoint.resume=5", ["no checkpoint 5", "latest or last-good"]),
+    ("--checkpoint.resume=5", ["resume=5: there is no checkpoint at all in out/checkpoints; leave", "step 1"]),
     ("--checkpoint.every=-1", ["checkpoint.every=-1", "'auto' or a whole number from 0"]),
     ("--tracking.to=wandb", ["tracking.to='wandb'", "did you mean tracking.to=[wandb]?"]),
     ("--data.files=books", ["data.files='books'", "a list of paths", "did you mean data.files=[books]?"]),
@@ -102,7 +126,8 @@ SETTINGS: list[tuple[str, list[str]]] = [
     ("--data.packing=yes", ["data.packing=True", "'fixed' or 'none'", "data.packing=fixed?"]),
     ("--data.validation_fraction=5", ["data.validation_fraction=5", "from 0 to just below 1"]),
     ("--training.seq_len=128", ["training.seq_len=128", "64 positions", "at most 64"]),
-    ("--training.epochs=1", ["either training.steps or training.epochs"]),
+    ("--training.epochs=1", ["training.steps=2 and training.epochs=1 both say", "--training.steps=null"]),
+    ("--training.steps=null", ["neither training.steps nor training.epochs", "--training.epochs=1"]),
     ("--training.bad_numbers=rollback", ["training.bad_numbers=rollback", "--checkpoint.every=100"]),
     ("--training.output=note.txt", ["training.output=note.txt is a file", "name a folder"]),
     ("--sample.temperature=-1", ["sample.temperature=-1", "a number from 0"]),
@@ -113,6 +138,8 @@ SETTINGS: list[tuple[str, list[str]]] = [
     ("--data.tokenizer=model", ["no tokenizer in 'model'", "no tokenizer.json", "--data.tokenizer=..."]),
     ("--model={path: bare, init: random}", ["no tokenizer in 'bare'", "no tokenizer.json", "--data.tokenizer=..."]),
     ("--model={path: hollow, init: random}", ["no tokenizer in 'hollow'", "special tokens", "--data.tokenizer=..."]),
+    ("--data.files=[~/books]", ["there is no file or folder /home/typist/books"]),
+    ("--data.tokenizer=~/tok", ["no tokenizer at '/home/typist/tok'"]),
     ("--data.suffixes=[txt]", ["'txt' lacks its dot", "give [.txt]"]),
     ("--model.config.num_layers=3", ["unknown key model.config.num_layers", "'model.config.num_hidden_layers'"]),
     ("--model.config.model_type=bert", ["'bert'", "a mask that is not causal", "slices=1"]),
@@ -129,12 +156,35 @@ FOREIGN = {
     "LLaMA-Factory": "model_name_or_path: m\nstage: sft\ndo_train: true\nfinetuning_type: lora\noutput_dir: o\n",
     "TRL": "model_name_or_path: m\ndataset_name: d\nlearning_rate: 2.0e-4\noutput_dir: o\n",
     "torchtitan": '[job]\ndump_folder = "o"\n[model]\nname = "llama3"\n[training]\nsteps = 10\n[parallelism]\n',
+    "DeepSpeed": '{"train_batch_size": 8, "zero_optimization": {"stage": 2}}',
+    "accelerate": "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nfsdp_config: {}\n",
 }
 
 # Whole commands
 COMMANDS: list[tuple[str, list[str]]] = [
     ("train nope.yaml", ["nope.yaml", "No such file"]),
-    ("train books", ["books", "Is a directory"]),
+    ("train books", ["books is a folder, and a configuration is a YAML file", "slipstream init MODEL DATA writes one"]),
+    ("train model", ["to train the model in it, type slipstream init model DATA, which writes one"]),
+    ("train a-run", ["the one of the run in it is a-run/config.yaml"]),
+    ("train model/config.json", ["is a model's configuration", "`slipstream init model DATA`"]),
+    ("train glued.yaml", ["model='path:tiny'", "put a blank after the colon: path: tiny"]),
+    ("train glued-above.yaml", ["line 3", "in '  init: random'; put a blank after the colon: path: tiny"]),
+    ("train glued-inside.yaml", ["unknown key model.path:tiny; put a blank after the colon: path: tiny"]),
+    (
+        "train indent.yaml",
+        ["line 3", "in '   init: random'; it is indented by 3, and the line before, 'path: m', by 2"],
+    ),
+    (
+        "train outdent.yaml",
+        ["line 3", "in '  init: random'; it is indented by 2, and the line before, 'path: m', by 4"],
+    ),
+    ("train no-indent.yaml", ["data is an empty section: indent its settings below data:", "'data.files'"]),
+    ("train titan.toml", ["a configuration of torchtitan (model.flavor, training.local_batch_size)"]),
+    ("timeline zero-bubble", ["did you mean 'zb-h1', or 'zb-v' with 2 stages per rank?"]),
+    ("plan model h100-dgx --seq-len=32 --global-batch=8 --schedule=zerobubble", ["did you mean 'zb-h1'"]),
+    ("plan model h100-dgx --seq-len=128k --global-batch=8", ["a whole number from 1; did you mean 128000 or 131072?"]),
+    ("plan model h100-dgx --seq-len=1,000 --global-batch=8", ["did you mean 1000?"]),
+    ("plan model h100-dgx --seq-len=32 --global-batch=8 --output=~/no/x", ["--output=/home/typist/no/x"]),
     ("train note.txt", ["note.txt holds no settings", "model, data, training"]),
     ("train config.yaml --training.overwrite", ["'--training.overwrite' isn't a setting with a value", "=100"]),
     ("train config.yaml --training.steps ten", ["training.steps='ten'", "a whole number from 1"]),
@@ -151,7 +201,45 @@ COMMANDS: list[tuple[str, list[str]]] = [
     ("train broken.yaml --data.dataset=table.tsv", ["table.tsv ends in .tsv", ".jsonl, .csv, .parquet"]),
     ("train broken.yaml --data.dataset=gone.jsonl", ["there is no file gone.jsonl"]),
     ("train broken.yaml --data.dataset=wikitex", ["data.dataset=wikitex", "no such file or folder here"]),
-    ("check modle", ["no model at 'modle'", "no such folder here", "did you mean 'model'?"]),
+    ("train tokens.yaml", ["data.dataset=ids.jsonl, row 3: number 2 of input_ids is the token 300", "(0 to 299)"]),
+    ("train tokens.yaml --data.dataset=labels.jsonl", ["labels.jsonl, row 2: number 3 of labels is the token 999"]),
+    ("train tokens.yaml --data.validation=labels.jsonl --data.dataset=few.jsonl", ["labels.jsonl, row 2: number 3"]),
+    ("eval model ids.jsonl --data.form=tokens --data.tokenizer=tok", ["no tokenizer in 'model'"]),
+    ("eval whole ids.jsonl --data.form=tokens", ["ids.jsonl, row 3: number 2 of input_ids is the token 300"]),
+    ("train tokens.yaml --data.streaming=true --training.steps=1", ["rows 1 to 3, row 3: number 2 of input_ids"]),
+    (
+        "train config.yaml --data.tokenizer=large",
+        ["the tokenizer large has 900 tokens, and the model's vocabulary 300"],
+    ),
+    ("train tokens.yaml --data.tokenizer=large", ["it is another model's; leave data.tokenizer out"]),
+    ("train chat.yaml --data.dataset=assistant.jsonl", ["row 1: the conversation begins with the turn that counts"]),
+    ("train chat.yaml --data.dataset=assistant.jsonl --data.loss=completion", ["begin with a turn of the user"]),
+    (
+        "train chat.yaml --data.dataset=roles.jsonl",
+        ["roles are User, Assistant", "User to user, Assistant to assistant"],
+    ),
+    ("train chat.yaml --data.dataset=gpt.jsonl", ["roles are human, gpt", "rename human to user, gpt to assistant"]),
+    (
+        "train chat.yaml --data.chat_template=llama-3",
+        ["neither a file here nor one of chatml", "did you mean 'llama3'?"],
+    ),
+    ("train config.yaml --data.chat_template=vicuna", ["data.chat_template=vicuna is neither a file", "chat.jinja"]),
+    ("train config.yaml --data.files=[binary.txt]", ["binary.txt is a binary file and no text (byte 3 is 0)"]),
+    ("train config.yaml --data.files=[utf16.txt]", ["utf16.txt is text in UTF-16", "iconv -f UTF-16 -t UTF-8"]),
+    ("train broken.yaml --data.dataset=binary.txt", ["binary.txt is a binary file", "unpacked where it is compressed"]),
+    ("train broken.yaml --data.dataset=packed.jsonl", ["packed.jsonl is a binary file", "unpacked"]),
+    ("train config.yaml --data.files=[boks/0.txt]", ["no file or folder boks/0.txt (did you mean 'books/0.txt'?)"]),
+    ("train broken.yaml --data.dataset=pars.jsonl", ["no file pars.jsonl (did you mean 'pairs.jsonl'?)"]),
+    ("train broken.yaml --data.dataset=boks", ["no such file or folder here (did you mean 'books'?)", "OWNER/boks"]),
+    ("train tokens.yaml --data.tokenizer=tko", ["no such file or folder here (did you mean 'tok'?)", "OWNER/tko"]),
+    (
+        "train tokens.yaml --model.path=./modle",
+        ["no model at './modle': there is no such file or folder (did you mean"],
+    ),
+    ("export a-rnu --output=x", ["there is no folder a-rnu (did you mean 'a-run'?)"]),
+    ("eval model not.txt", ["no tokenizer in 'model'"]),
+    ("eval whole not.txt", ["there is no file not.txt (did you mean 'note.txt'?)"]),
+    ("check modle", ["no model at 'modle'", "no such file or folder here (did you mean 'model'?)", "OWNER/modle"]),
     ("timeline 1f1b --output=no/x.png", ["no/x.png", "create it first"]),
     ("plan model h100-dgx --seq-len=32 --global-batch=8 --memory-limit=80", ["80", "bytes", "type 80e9"]),
     ("plan model h100-dgx --seq-len=32 --global-batch=8 --schedule=1f1p", ["'1f1p'", "did you mean '1f1b'"]),
@@ -175,12 +263,18 @@ COMMANDS: list[tuple[str, list[str]]] = [
     ("profile model --seq-len=0", ["--seq-len", "'0': give a whole number from 1"]),
     ("profile model --seq-len=32 --longest-slice=64", ["longest_slice=64", "Give 1 to 32"]),
     ("profile model --seq-len=32 --budget=0", ["--budget", "'0': give a number of seconds above 0, such as 60"]),
-    ("plan model h100-dgx --seq-len=32 --global-batch=8 --memory-limit=80GB", ["'80GB'", "bytes above 0", "70e9"]),
+    (
+        "plan model h100-dgx --seq-len=32 --global-batch=8 --memory-limit=80GB",
+        ["'80GB'", "bytes above 0", "70e9; did you mean 80e9?"],
+    ),
     *(
         (f"train {tool}.{'toml' if tool == 'torchtitan' else 'yaml'}", [f"a configuration of {tool} ("])
         for tool in FOREIGN
     ),
-    ("train open.yaml", ["open.yaml isn't valid YAML: line 2, column 9: expected ',' or '}', but got ':'\n"]),
+    (
+        "train open.yaml",
+        ["open.yaml isn't valid YAML: line 2, column 9: expected ',' or '}', but got ':', in 'training: {steps: 3}'\n"],
+    ),
     (
         "train tabs.yaml",
         ["tabs.yaml isn't valid YAML: line 2, column 1: found character '\\t'", "; indent with spaces"],
@@ -195,7 +289,10 @@ COMMANDS: list[tuple[str, list[str]]] = [
     ("trian config.yaml", ["No such command 'trian'", "'train'"]),
     ("runs nope", ["there is no folder nope"]),
     ("plan model h100 --seq-len=32 --global-batch=8", ["cluster='h100'", "did you mean 'h100-dgx'?"]),
-    ("plan model h100-dgx --seq-len=32 --global-batch=8 --tokens=15B", ["'15B': give a number of tokens", "15e9"]),
+    (
+        "plan model h100-dgx --seq-len=32 --global-batch=8 --tokens=15B",
+        ["'15B': give a number of tokens", "15e9; did you mean 15e9?"],
+    ),
     ("train twice.yaml", ["twice.yaml", "steps is given in line 3 and again in line 4"]),
     ("train broken.yaml --data.dataset=sharegpt.jsonl", ["no chat template", "--data.chat_template=chatml"]),
     ("profile model --seq-len=32 --device=gpu", ["'gpu'", "auto, cpu or cuda"]),
@@ -219,6 +316,30 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "num.jsonl").write_text('{"text": 5}\n{"text": 6}\n')
     (place / "nameless").mkdir()
     (place / "nameless" / "config.json").write_text("{}")
+    rows = [{"input_ids": [1, 2, 3, 4]}, {"input_ids": [4, 5, 6, 7], "labels": [4, 5, 999, -100]}]
+    (place / "labels.jsonl").write_text("\n".join(json.dumps({"labels": [1, 2, 3, 4]} | row) for row in rows))
+    rows = [{"input_ids": [1, 2, 3, 4]}, {"input_ids": [4, 5, 6, 7]}, {"input_ids": [8, 300]}]
+    (place / "ids.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (place / "few.jsonl").write_text("\n".join(map(json.dumps, rows[:2])))
+    data = {"dataset": "ids.jsonl", "form": "tokens", "tokenizer": "tok"}
+    (place / "tokens.yaml").write_text(yaml.safe_dump(CONFIG | {"model": {"path": "model"}, "data": data}))
+    for name, roles in {"assistant": ["assistant"], "roles": ["User", "Assistant"], "gpt": ["human", "gpt"]}.items():
+        row = {"messages": [{"role": role, "content": "hello"} for role in roles]}
+        (place / f"{name}.jsonl").write_text(f"{json.dumps(row)}\n" * 3)
+    data = {"dataset": "roles.jsonl", "chat_template": "chatml"}
+    (place / "chat.yaml").write_text(yaml.safe_dump(CONFIG | {"data": data}))
+    (place / "binary.txt").write_bytes(b"\x7fEL\0\1\2" * 20)
+    (place / "packed.jsonl").write_bytes(gzip.compress(b'{"text": "a row"}\n' * 9))
+    (place / "utf16.txt").write_text("a text", encoding="utf-16")
+    (place / "glued.yaml").write_text("model:\n  path:tiny\ndata: {files: [books]}\n")
+    (place / "glued-above.yaml").write_text("model:\n  path:tiny\n  init: random\n")
+    (place / "glued-inside.yaml").write_text("model: {path:tiny}\n")
+    (place / "indent.yaml").write_text("model:\n  path: m\n   init: random\n")
+    (place / "outdent.yaml").write_text("model:\n    path: m\n  init: random\n")
+    (place / "no-indent.yaml").write_text("model: {path: m}\ndata:\nfiles: [books]\n")
+    (place / "titan.toml").write_text('[model]\nflavor = "8B"\n[training]\nlocal_batch_size = 8\n')
+    (place / "a-run").mkdir()
+    (place / "a-run" / "config.yaml").write_text(yaml.safe_dump(CONFIG))
     (place / "open.yaml").write_text("model: {path: m\ntraining: {steps: 3}\n")
     (place / "tabs.yaml").write_text("model:\n\tpath: m\n")
     (place / "bare.toml").write_text("[model]\npath = m\n")
@@ -230,8 +351,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "list.jsonl").write_text('["a"]\n["b"]\n')
     (place / "table.tsv").write_text("text\nhello\n")
     train_tokenizer(["a few words"], 300, Progress(None)).save_pretrained(place / "tok")
+    words = [f"{number} words {number * 7} more {number * 13}" for number in range(999)]
+    train_tokenizer(words, 900, Progress(None)).save_pretrained(place / "large")
     settings = {key: value for key, value in LLAMA.items() if key != "model_type"}
     AutoModelForCausalLM.from_config(LlamaConfig(**settings)).save_pretrained(place / "model")
+    shutil.copytree(place / "model", place / "whole")
+    shutil.copytree(place / "tok", place / "whole", dirs_exist_ok=True)
     small = {
         "hidden_size": 16,
         "intermediate_size": 32,
@@ -251,6 +376,7 @@ def typed(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
 
     def run(*words: str) -> str:
         monkeypatch.chdir(place)
+        monkeypatch.setenv("HOME", "/home/typist")
         monkeypatch.setattr("sys.argv", ["slipstream", *words])
         monkeypatch.setattr(
             "slipstream.train.start_training.launch_with_restarts", lambda *_: pytest.fail("ranks were started")
@@ -260,7 +386,8 @@ def typed(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
             main()
         assert ending.value.code == 2
         assert {*place.rglob("*")} == before
-        said = capsys.readouterr().err
+        printed, said = capsys.readouterr()
+        assert "so the run plans" not in printed  # a note of a run that begins
         assert "Traceback" not in said
         assert ".." not in said.replace("...", "")
         assert "nput should be" not in said  # pydantic's words

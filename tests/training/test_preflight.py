@@ -526,11 +526,24 @@ def test_damaged_weights(refuse: Refuse, values: dict[str, Any], model_folder: P
     assert re.search(message, refuse(values), re.DOTALL)
 
 
-def test_a_world_size_that_does_not_fit(values: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("processes", "instead"), [(3, "--pipeline.num_ranks=3. "), (4, "--pipeline.num_ranks=4, or --parallel.data=2 for")]
+)
+def test_a_world_size_that_does_not_fit(values: dict[str, Any], processes: int, instead: str) -> None:
     with pytest.raises(SlipstreamError) as error:
-        check_world_size(parse_config(values), {"RANK": "0", "WORLD_SIZE": "3"})
-    assert "started 3 processes, but pipeline.num_ranks=2 needs 2" in str(error.value)
-    assert "torchrun --nproc-per-node=2 or --pipeline.num_ranks=3" in str(error.value)
+        check_world_size(parse_config(values), {"RANK": "0", "WORLD_SIZE": str(processes)})
+    assert f"started {processes} processes, but pipeline.num_ranks=2 needs 2" in str(error.value)
+    assert f"torchrun --nproc-per-node=2 or {instead}" in str(error.value)
+
+
+def test_more_processes_than_layers(values: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    values["pipeline"] = {"num_ranks": 6, "slices": 2}
+    layers = LLAMA["num_hidden_layers"]
+    expected = rf"choose 1 to {layers}\. The launcher started 6 processes: .* --nproc-per-node={layers}.* --pp=\d --dp="
+    with pytest.raises(SlipstreamError, match=expected):
+        preflight(parse_config(values), Progress(None))
 
 
 def test_pretrained_weights_use_their_own_tokenizer(values: dict[str, Any], model_folder: Path) -> None:

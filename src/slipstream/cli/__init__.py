@@ -1,5 +1,8 @@
 """The `slipstream` command: its subcommands, whose heavy imports wait until they run."""
 
+import os
+import re
+import sys
 from typing import Annotated
 
 import typer
@@ -52,12 +55,22 @@ def _common_options(
     context.with_resource(at_level(chosen_level(quiet, log_level)))
 
 
+def _with_home(word: str) -> str:
+    """Returns an option with the home folder in place of ~, which a shell replaces at the beginning of words alone."""
+    option = _OPTION_OF_HOME.fullmatch(word)
+    return word if option is None else option[1] + os.path.expanduser(option[2])
+
+
+_OPTION_OF_HOME = re.compile(r"(--[\w-]+=)(~.*)")
+
+
 def main() -> None:
     """Runs the command. Exits with 0, or with 1 if a rank or a check failed, 2 for bad input, 3 where numbers of a run
     aren't finite, 75 where TERM or USR1 asked the run to stop, 130 after Ctrl-C.
 
     An error is the last thing on standard error.
     """
+    sys.argv[1:] = map(_with_home, sys.argv[1:])
     try:
         app()
     except SlipstreamError as error:

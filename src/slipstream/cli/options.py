@@ -16,6 +16,7 @@ from typer.core import TyperCommand
 
 from slipstream.errors import SlipstreamError
 from slipstream.terminal import LEVELS, Level, at_level, level_named, shows
+from slipstream.units import numbers_meant
 
 
 def _level(name: str) -> str:
@@ -132,7 +133,9 @@ def _number(
         except ValueError:
             value = math.nan
         if not allows(value):
-            raise BadParameter(f"{given!r}: give {what}")
+            numbers = numbers_meant(str(given), is_whole=kind is int)
+            meant = [number for number in numbers if allows(float(number))]
+            raise BadParameter(f"{given!r}: give {what}" + (f"; did you mean {' or '.join(meant)}?" if meant else ""))
         return kind(value)
 
     return Option(help=text, parser=parse, metavar=metavar)

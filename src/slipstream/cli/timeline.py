@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Option
 
 from slipstream.cli.options import Overwrite, amount, check_new_file, count, listed
-from slipstream.errors import SlipstreamError, did_you_mean
+from slipstream.errors import SlipstreamError
 
 if TYPE_CHECKING:
     from slipstream.cost import CostSource
@@ -126,7 +126,7 @@ def timeline(
 
 def _find(name: str, make: Callable[[str], Schedule], cost: Callable[[Schedule], TableCost]) -> tuple[Timeline, ...]:
     """Returns the simulation of a schedule given by name or file, or the timelines in a file or a run's folder."""
-    from slipstream.schedule import SCHEDULES
+    from slipstream.schedule import SCHEDULES, schedule_hint
     from slipstream.simulator import simulate
     from slipstream.timeline import load_trace
 
@@ -141,7 +141,7 @@ def _find(name: str, make: Callable[[str], Schedule], cost: Callable[[Schedule],
         plan = _read(path)
     else:
         raise SlipstreamError(
-            f"there is no schedule or file {name!r}{did_you_mean(name, SCHEDULES)} Choose one of "
+            f"there is no schedule or file {name!r}{schedule_hint(name, [*SCHEDULES])} Choose one of "
             f"{', '.join(SCHEDULES)}, or name a schedule's text file, a run's output folder or its timeline.json."
         )
     return (simulate(plan, cost(plan)),)

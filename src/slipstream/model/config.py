@@ -23,7 +23,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
 )
 
-from slipstream.errors import SlipstreamError
+from slipstream.errors import SlipstreamError, check_not_misspelt, path_hint
 
 MANY_TOKENS = 2**20
 """Stands for the longest sequence of a model that has none: more than documents have."""
@@ -113,6 +113,7 @@ def trust_remote_code(path: str) -> None:
 
 def _settings(path: str) -> dict[str, Any]:
     """Returns the settings in a model's config.json."""
+    check_not_misspelt(f"no model at {path!r}", path)
     try:
         settings: dict[str, Any] = PretrainedConfig.get_config_dict(path)[0]
         if not isinstance(settings, dict):
@@ -121,21 +122,14 @@ def _settings(path: str) -> dict[str, Any]:
         reason = str(error).partition("\n")[0]
         if Path(path).exists():
             raise SlipstreamError(f"no model at {path!r}: expected a folder with config.json. {reason}") from error
-        raise SlipstreamError(f"no model at {path!r}: {_absence(path)} {reason}") from error
+        raise SlipstreamError(
+            f"no model at {path!r}: there is no such folder here{path_hint(path)}. On the hub: {reason}"
+        ) from error
     if not settings:
         is_there = not Path(path).is_dir() or Path(path, "config.json").exists()
         problem = "its config.json is empty; copy the model's own" if is_there else "expected a folder with config.json"
         raise SlipstreamError(f"no model at {path!r}: {problem}")
     return settings
-
-
-def _absence(path: str) -> str:
-    """Says that a folder isn't there, which one is like it, and whether its name could be one on the hub."""
-    folder = Path(path)
-    parts = folder.parent.iterdir() if folder.parent.is_dir() else ()
-    near = difflib.get_close_matches(folder.name, [part.name for part in parts if part.is_dir()], 1)
-    hint = f" (did you mean {str(folder.with_name(near[0]))!r}?)" if near else ""
-    return f"expected an existing folder or a hub name, and there is no such folder here{hint}. On the hub:"
 
 
 def _custom_code(settings: Mapping[str, Any]) -> list[str]:

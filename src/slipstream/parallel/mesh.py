@@ -442,6 +442,13 @@ def _launched_store(environment: Mapping[str, str]) -> tuple[Store, int, int]:
 def describe_held_port(rank: int, place: str, reason: str) -> str:
     """Returns why a rank can't use the store at a place where somebody listens."""
     here = f"rank {rank} on {socket.gethostname()}"
+    if rank == 0 and "already in use" in reason.lower():
+        with socket.create_server(("", 0)) as free:
+            port = free.getsockname()[1]
+        return (
+            f"{here} can't listen at {place} (address already in use): another program, or another run, holds that "
+            f"port; choose a free port, such as MASTER_PORT={port}, and give it to all ranks (torchrun: --master-port)"
+        )
     if rank == 0:
         return (
             f"{here} can't listen at {place} ({reason}); choose a free port with MASTER_PORT, and start rank 0 on the "

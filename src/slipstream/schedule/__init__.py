@@ -12,6 +12,7 @@ from slipstream.schedule.generators import (
     make_schedule,
     one_f_one_b,
     placed_as,
+    schedule_hint,
     v_half,
     v_min,
     zb_h1,

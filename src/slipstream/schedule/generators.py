@@ -7,6 +7,7 @@ V-Half and V-Min repeat a building block: one slice's way over the V (Controllab
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -531,9 +532,24 @@ def check_name(name: str, besides: Sequence[str] = ()) -> None:
     names = (*SCHEDULES, *besides)
     if name not in names:
         raise ScheduleError(
-            f"schedule={name!r} is not known{did_you_mean(name, names)} Choose one of {', '.join(names)}, or pass a "
+            f"schedule={name!r} is not known{schedule_hint(name, names)} Choose one of {', '.join(names)}, or pass a "
             "Schedule."
         )
+
+
+def schedule_hint(name: str, names: Sequence[str]) -> str:
+    """Returns the end of a sentence that says that `name` is unknown: what others call so, or the nearest name."""
+    meant = _OTHER_NAMES.get(re.sub(r"[^a-z0-9]|schedule", "", name.lower()))
+    return did_you_mean(name, names) if meant is None else f"; did you mean {meant}?"
+
+
+_OTHER_NAMES = {
+    **dict.fromkeys(("zerobubble", "zb", "zb1p", "interleavedzerobubble"), "'zb-h1', or 'zb-v' with 2 stages per rank"),
+    **dict.fromkeys(("zbv", "zbvzerobubble", "dualpipev"), "'zb-v'"),
+    **dict.fromkeys(("interleaved", "interleaved1f1b", "1f1binterleaved", "vpp"), "'interleaved-1f1b'"),
+    **dict.fromkeys(("loopedbfs", "bfs"), "'breadth-first'"),
+}
+"""What other libraries' and papers' names of schedules, in lower case and without signs, mean here."""
 
 
 def _check_stages(name: str, like: str, stages_per_rank: int) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import yaml
 
-from slipstream.errors import SlipstreamError, syntax_text
+from slipstream.errors import SlipstreamError, path_hint, syntax_text
 from slipstream.foreign_text import parse_yaml, read_text
 from slipstream.launch import Progress
 from slipstream.model import MANY_TOKENS, check_length, load_config, longest_sequence
@@ -164,7 +164,8 @@ def _read(config: Config, opened: OpenedModel, request: EvaluationRequest, progr
     rows = OpenSource.of(source, progress.warn, config.preference.answers if config.preference else None)
     progress.say(rows.describe())
     template = ChatTemplate(opened.tokenizer, config.data.chat_template) if rows.has_messages else None
-    text = rows.tokenise(opened.tokenizer, template, config.training.seq_len, progress)
+    vocab_size = load_config(opened.path).get_text_config().vocab_size
+    text = rows.tokenise(opened.tokenizer, template, config.training.seq_len, progress, vocab_size)
     _check_vocabulary(text, opened.path)
     if not (text.lengths > 1).any():
         raise SlipstreamError(f"{request.file} has no document of two tokens, of which the second could be predicted")
@@ -254,7 +255,8 @@ def check_file(file: Path | None) -> None:
     """Raises SlipstreamError for a file that isn't there, or that is empty."""
     if file is not None and not file.is_file():
         raise SlipstreamError(
-            f"there is no file {file}; give a text, or a table ending in .json, .jsonl, .csv or .parquet"
+            f"there is no file {file}{path_hint(file)}; give a text, or a table ending in .json, .jsonl, .csv or "
+            ".parquet"
         )
     if file is not None and file.stat().st_size == 0:
         raise SlipstreamError(f"{file} is empty; give a file with text")

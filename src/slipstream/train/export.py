@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from slipstream.checkpoint import CheckpointFolder, Checkpoints, SavedCheckpoint, TensorShard, require_best, step_named
-from slipstream.errors import SlipstreamError
+from slipstream.errors import SlipstreamError, is_surely_a_path, path_hint
 from slipstream.launch import Progress, temporary_folder
 from slipstream.model import (
     check_length,
@@ -195,7 +195,9 @@ def choose_checkpoint(place: Path, step: str | None = None, best: bool = False) 
     if best and step is not None:
         raise SlipstreamError(f"--step={step} and --best both choose a checkpoint; give one of the two")
     if not place.is_dir():
-        raise SlipstreamError(f"there is no folder {place}; give a run's output folder or a checkpoint: {_EXAMPLE}")
+        raise SlipstreamError(
+            f"there is no folder {place}{path_hint(place)}; give a run's output folder or a checkpoint: {_EXAMPLE}"
+        )
     one = step_named(place.resolve().name)
     run = RunFolder(place) if one is None else _run_of(place)
     option = "--best" if best else f"--step={step}" if step is not None else None
@@ -260,9 +262,10 @@ def opened_model(place: str, trusts_code: bool, progress: Progress, best: bool =
         SlipstreamError: where there is no model, or it has no tokenizer.
     """
     path = Path(place)
-    if not path.exists() and _is_surely_a_folder(place):
+    if not path.exists() and is_surely_a_path(place):
         raise SlipstreamError(
-            f"there is no folder {place}; give a model's folder or hub name, a run's output folder, or a checkpoint"
+            f"there is no folder {place}{path_hint(place)}; give a model's folder or hub name, a run's output folder, "
+            "or a checkpoint"
         )
     if not path.exists() or (path / "config.json").is_file():
         if best:
@@ -279,11 +282,6 @@ def opened_model(place: str, trusts_code: bool, progress: Progress, best: bool =
             saved = chosen.read(progress.warn)
             export_checkpoint(chosen.run, saved, folder / "model", trusts_code)
         yield _open(str(folder / "model"), trusts_code, chosen.run)
-
-
-def _is_surely_a_folder(place: str) -> bool:
-    # A name on the hub is NAME or OWNER/NAME.
-    return place.startswith((".", "/", "~")) or place.count("/") > 1 or place.endswith("/")
 
 
 def _exported_by(run: RunFolder) -> str | None:

@@ -156,14 +156,18 @@ def check_world_size(config: Config, environment: Mapping[str, str] = os.environ
     world_size, num_ranks = int(environment["WORLD_SIZE"]), config.num_processes
     if world_size == num_ranks:
         return
+    replicas = ""
+    if world_size % num_ranks == 0:
+        replicas = f", or --parallel.data={config.parallel.data * world_size // num_ranks} for replicas on the others"
     if num_ranks == config.pipeline.num_ranks:
         raise SlipstreamError(
             f"the launcher started {world_size} processes, but pipeline.num_ranks={num_ranks} needs {num_ranks}; use "
-            f"torchrun --nproc-per-node={num_ranks} or --pipeline.num_ranks={world_size}{joining_hint(environment)}"
+            f"torchrun --nproc-per-node={num_ranks} or --pipeline.num_ranks={world_size}{replicas}"
+            + joining_hint(environment)
         )
     raise SlipstreamError(
         f"the launcher started {world_size} processes, but {config.mesh_text} need {num_ranks}; start {num_ranks} "
-        f"processes, or choose numbers whose product is {world_size}{joining_hint(environment)}"
+        f"processes{replicas}, or choose numbers whose product is {world_size}{joining_hint(environment)}"
     )
 
 

@@ -144,7 +144,10 @@ def test_one_axis_takes_what_the_others_leave(path: Path, monkeypatch: pytest.Mo
     assert load_config(path, ["--pp=2", "--dp=auto", four]).mesh_text == "--pp=2 --dp=4 --tp=1"
     for settings, reason in (
         (["--pp=3", "--dp=auto"], "8 processes don't divide by the 3 of the other axes"),
-        (["--pp=2", "--dp=3"], "training.batch_size=4 doesn't divide into parallel.data=3 equal parts; choose 3 or 6"),
+        (
+            ["--pp=2", "--dp=3"],
+            "into parallel.data=3 equal parts; choose training.batch_size=3 or 6, or parallel.data=2",
+        ),
         (["--dp=4", "--pipeline.num_microbatches=2"], "of 1 for each of parallel.data=4 replicas can't be cut into"),
     ):
         with pytest.raises(SlipstreamError, match=reason):
@@ -193,7 +196,11 @@ BEST = with_settings(
 # A configuration, settings that it can't have, and words of what is said.
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (TEXT, {"optimizer.lr": float("nan")}, "optimizer.lr=nan .. give a number above 0"),
-    (TEXT, {"pipeline.num_microbatches": 2}, "training.batch_size=1 .. num_microbatches=2 .. 1 to 1"),
+    (
+        TEXT,
+        {"pipeline.num_microbatches": 2},
+        "training.batch_size=1 .. num_microbatches=2 .. num_microbatches=1, or training.batch_size=2",
+    ),
     (TEXT, {"pipeline.partition": [1, 1, 1]}, "[1, 1, 1] names 3 stages .. stages_per_rank = 2"),
     (TEXT, {"pipeline.partition": [1.25, 1.75]}, "[1.25, 1.75] must give stages of at least half .. multiples of 0.5"),
     (TEXT, {"pipeline.partition": [-1, 3]}, "[-1, 3] must give stages of at least half a layer .. the head alone"),

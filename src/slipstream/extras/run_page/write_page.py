@@ -8,7 +8,7 @@ from html import escape
 from importlib import resources
 from pathlib import Path
 
-from slipstream.errors import SlipstreamError
+from slipstream.errors import SlipstreamError, path_hint
 from slipstream.extras.run_page.run_record import RunRecord, is_run, read_run
 from slipstream.extras.run_page.sections import overview, run_sections
 from slipstream.html_parts import GENERATOR, html_page
@@ -61,7 +61,9 @@ _CODE = ("page.css", "page.js")
 
 def _read(folder: Path) -> tuple[list[RunRecord], str]:
     if not folder.is_dir():
-        raise SlipstreamError(f"there is no folder {folder}; give a run's output folder, or one that holds several")
+        raise SlipstreamError(
+            f"there is no folder {folder}{path_hint(folder)}; give a run's output folder, or one that holds several"
+        )
     folders = list(_find(folder, _MOST_DEEP))
     if not folders:
         raise SlipstreamError(

@@ -8,7 +8,7 @@ from typing import Any
 
 from slipstream.errors import SlipstreamError, did_you_mean
 from slipstream.planner.plans import AUTO
-from slipstream.schedule import SCHEDULES
+from slipstream.schedule import SCHEDULES, schedule_hint
 
 _LEAST_MEMORY = 1e6  # bytes; a smaller number was meant as gigabytes
 _NAMES = {
@@ -76,7 +76,7 @@ def _checked(name: str, value: Any) -> Any:
 def _checked_value(name: str, value: Any) -> Any:
     if name in _NAMES:
         if value not in _NAMES[name]:
-            hint = did_you_mean(str(value), _NAMES[name])
+            hint = (schedule_hint if name == "schedule" else did_you_mean)(str(value), _NAMES[name])
             raise SlipstreamError(f"{name}={value!r} isn't known{hint} Choose one of {', '.join(_NAMES[name])}.")
     elif name == "offload":
         if not (isinstance(value, (int, float)) and 0 <= value <= 1):

@@ -133,16 +133,19 @@ def _check_rows(batch_size: int, replicas: int, num_microbatches: int, may_diffe
     """Raises ValueError where replicas don't have rows for each microbatch; `may_differ` where their number changes."""
     if batch_size % replicas and not may_differ:
         below = batch_size - batch_size % replicas
+        sizes = f"{below} or {below + replicas}" if below else f"{replicas}"
+        fewer = max(number for number in range(1, replicas) if batch_size % number == 0)
         raise ValueError(
             f"training.batch_size={batch_size} doesn't divide into parallel.data={replicas} equal parts; choose "
-            + (f"{below} or {below + replicas}" if below else f"{replicas}")
+            f"training.batch_size={sizes}, or parallel.data={fewer}"
         )
     rows = batch_size // replicas
     if rows < num_microbatches:
         of_each = "" if replicas == 1 else f" of {rows} for each of parallel.data={replicas} replicas"
         raise ValueError(
             f"training.batch_size={batch_size}{of_each} can't be cut into "
-            f"pipeline.num_microbatches={num_microbatches} parts; choose 1 to {rows}, or a larger batch"
+            f"pipeline.num_microbatches={num_microbatches} parts; choose pipeline.num_microbatches="
+            f"{f'1 to {rows}' if rows > 1 else rows}, or training.batch_size={replicas * num_microbatches}"
         )
 
 
@@ -317,6 +320,21 @@ OTHER_NAMES: Mapping[str, tuple[str, str]] = {
     "save_best": ("checkpoint.keep_best", ""),
     "load_best_model_at_end": ("training.export", ""),
     "resume_from_checkpoint": ("checkpoint.resume", ""),
+    "train_on_inputs": (
+        "data.loss",
+        "all counts what is asked, too; assistant or completion counts answers alone, and is the default of such rows",
+    ),
+    "train_on_prompt": ("data.loss", "all counts what is asked, too; by default answers alone count"),
+    "completion_only_loss": ("data.loss", "completion, which is the default of rows with prompt and completion"),
+    "assistant_only_loss": ("data.loss", "assistant, which is the default of conversations"),
+    **dict.fromkeys(
+        ("deepspeed", "zero_stage", "zero_optimization", "fsdp", "fsdp_config", "use_fsdp", "use_deepspeed"),
+        (
+            "parallel.shard",
+            "optimizer shares its state among parallel.data replicas, as ZeRO's stage 1; parameters shares weights and "
+            "gradients too, as ZeRO's stage 3 and FSDP. It takes no file of theirs",
+        ),
+    ),
     "neftune_noise_alpha": ("training.neftune_alpha", ""),
     "noisy_embedding_alpha": ("training.neftune_alpha", ""),
     "early_stopping_patience": ("training.patience", ""),
@@ -370,7 +388,7 @@ OTHER_NAMES: Mapping[str, tuple[str, str]] = {
 """The setting that is meant by a name of another tool, "" for none, and what it takes where that differs: found by the
 name's last part, whatever section was typed. The page docs/coming-from.md is made of it."""
 
-# Keys of other tools' configurations that none of the tools before has; two of them tell the tool.
+# Keys of other tools' configurations, or of their sections, that none of the tools before has; two tell the tool.
 OTHER_TOOLS: Mapping[str, tuple[str, ...]] = {
     "axolotl": (
         "base_model", "sequence_len", "micro_batch_size", "datasets", "val_set_size", "adapter", "sample_packing",
@@ -382,6 +400,16 @@ OTHER_TOOLS: Mapping[str, tuple[str, ...]] = {
     ),
     "torchtitan": (
         "job", "metrics", "profiling", "lr_scheduler", "parallelism", "activation_checkpoint", "float8", "comm",
+        "model.flavor", "model.hf_assets_path", "model.tokenizer_path", "training.local_batch_size",
+        "training.dataset", "training.max_norm", "checkpoint.enable", "checkpoint.enable_checkpoint", "compile",
+    ),
+    "DeepSpeed": (
+        "train_micro_batch_size_per_gpu", "train_batch_size", "zero_optimization", "gradient_clipping",
+        "gradient_accumulation_steps", "steps_per_print", "wall_clock_breakdown",
+    ),
+    "accelerate": (
+        "compute_environment", "distributed_type", "machine_rank", "main_training_function", "num_machines",
+        "num_processes", "mixed_precision", "deepspeed_config", "fsdp_config",
     ),
     "TRL": (
         "model_name_or_path", "dataset_name", "output_dir", "learning_rate", "per_device_train_batch_size",
@@ -391,14 +419,42 @@ OTHER_TOOLS: Mapping[str, tuple[str, ...]] = {
 
 
 def check_is_ours(path: Path, values: Mapping[str, Any]) -> None:
-    """Raises SlipstreamError where the keys of a file are those of another tool's configuration."""
+    """Raises SlipstreamError where the keys of a file are those of another tool's configuration, or of a model's."""
+    if "model_type" in values and "model" not in values:
+        raise SlipstreamError(
+            f"{path} is a model's configuration, and not that of a run; `slipstream init {path.parent} DATA` writes "
+            "one that trains the model on the file, folder or data set DATA"
+        )
+    sections = {name: value for name, value in values.items() if isinstance(value, Mapping)}
+    there = {*values, *(f"{name}.{key}" for name, section in sections.items() for key in section)}
     for tool, keys in OTHER_TOOLS.items():
-        if len(foreign := [key for key in keys if key in values]) > 1:
+        if len(foreign := [key for key in keys if key in there]) > 1:
             raise SlipstreamError(
                 f"{path} is a configuration of {tool} ({', '.join(foreign[:3])}); `slipstream init MODEL DATA` writes "
                 "one of Slipstream's, and the page 'Coming from other tools' says what each setting is called here"
             )
 
+
+_NEEDS_DRAWN_ANSWERS = (
+    "it trains on answers that the model writes and a reward judges while it trains, which isn't there. dpo, simpo and "
+    "orpo take pairs of answers, kto answers of which each is wanted or not"
+)
+
+ABSENT_VALUES: Mapping[str, Mapping[str, str]] = {
+    "preference.loss": {
+        **{
+            name: f"{name.upper()} isn't among them: {_NEEDS_DRAWN_ANSWERS}"
+            for name in ("grpo", "ppo", "rloo", "dapo", "gspo", "reinforce", "online-dpo")
+        },
+        **{
+            name: f"{name.upper()} isn't among them; of pairs, dpo's reward is relative to the model before, and simpo "
+            "and orpo need no such reference"
+            for name in ("ipo", "cpo", "rso", "sppo")
+        },
+        "sft": "training on texts and answers that aren't compared has no section preference: leave it out",
+    },
+}
+"""Why there is no such value of a setting, and what there is instead; values are in lower case."""
 
 OTHER_VALUES: Mapping[str, Mapping[Any, str]] = {
     "training.precision": {
@@ -417,6 +473,7 @@ OTHER_VALUES: Mapping[str, Mapping[Any, str]] = {
     "training.export": {True: "best", False: "last"},
     "data.packing": {True: "fixed", False: "none"},
     "data.corpus": {"python": "python-stdlib"},
+    "preference.loss": {"sigmoid": "dpo"},
     "pipeline.vocabulary": {True: "spread", False: "whole"},
 }
 """The value of a setting that is meant by another one, which is in lower case."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import tomllib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from math import prod
 from pathlib import Path
@@ -21,6 +21,7 @@ from slipstream.options import SHARED_WORK, Memory, Precision, Record, Runtime
 from slipstream.train.config import sections
 from slipstream.train.config.data_section import DataSection, PreferenceSection, check_preference
 from slipstream.train.config.rules import (
+    ABSENT_VALUES,
     OTHER_NAMES,
     OTHER_VALUES,
     check_batch,
@@ -65,6 +66,7 @@ class Config(Record):
 
     other_names: ClassVar = OTHER_NAMES
     other_values: ClassVar = OTHER_VALUES
+    absent_values: ClassVar = ABSENT_VALUES
 
     model: sections.ModelSection
     data: DataSection
@@ -285,6 +287,8 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
         values = tomllib.loads(text) if path.suffix == ".toml" else parse_yaml(text, _Loader)
     except _TwiceError as error:
         raise SlipstreamError(f"{path}: {error}") from None
+    except IsADirectoryError:
+        raise SlipstreamError(f"{path} is a folder, and a configuration is a YAML file; {_folder_hint(path)}") from None
     except OSError as error:
         raise SlipstreamError(f"can't read the configuration {path}: {error.strerror}") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -303,8 +307,19 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     return parse_config(values)
 
 
+def _folder_hint(folder: Path) -> str:
+    """Returns what to type in place of a folder: its configuration where it is a run's, or else how to write one."""
+    run = RunFolder(folder)
+    if run.config.is_file():
+        return f"the one of the run in it is {run.config}"
+    if (folder / "config.json").is_file():
+        return f"to train the model in it, type slipstream init {folder} DATA, which writes one"
+    return "slipstream init MODEL DATA writes one"
+
+
 def parse_config(values: dict[str, Any]) -> Config:
     """Returns a checked configuration from nested dictionaries; SlipstreamError lists everything that is wrong."""
+    _change_paths(values, _without_tilde)
     try:
         return Config.model_validate(values)
     except ValidationError as error:
@@ -327,7 +342,7 @@ def _locate_schedule(values: dict[str, Any], folder: Path) -> None:
     pipeline = values.get("pipeline")
     name = pipeline.get("schedule") if isinstance(pipeline, dict) else None
     if isinstance(name, str) and name.endswith(".txt"):
-        values["pipeline"]["schedule"] = str((folder / name).absolute())
+        values["pipeline"]["schedule"] = str((folder / os.path.expanduser(name)).absolute())
 
 
 _PATHS: dict[str, tuple[str, ...]] = {
@@ -341,12 +356,24 @@ _PATHS: dict[str, tuple[str, ...]] = {
 def _locate_paths(values: dict[str, Any], folder: Path) -> None:
     """Replaces paths that aren't in the working folder, but in this one, by their place there."""
 
-    def located(given: Any) -> Any:
+    def located(name: str) -> str:
+        return name if os.path.exists(name) or not os.path.exists(folder / name) else str(folder / name)
+
+    _change_paths(values, located)
+
+
+def _without_tilde(name: str) -> str:
+    """Returns a path with the home folder in place of ~, which a shell leaves as it is after = and in brackets."""
+    return os.path.expanduser(name) if name.startswith("~") else name
+
+
+def _change_paths(values: dict[str, Any], change: Callable[[str], str]) -> None:
+    """Replaces the paths and names of models, data and folders by what `change` returns for each."""
+
+    def changed(given: Any) -> Any:
         if isinstance(given, list):
-            return [located(item) for item in given]
-        if not isinstance(given, str) or os.path.exists(given) or not os.path.exists(folder / given):
-            return given
-        return str(folder / given)
+            return [changed(item) for item in given]
+        return change(given) if isinstance(given, str) else given
 
     data = values.get("data")
     sources = data.get("sources") if isinstance(data, dict) else None
@@ -354,13 +381,13 @@ def _locate_paths(values: dict[str, Any], folder: Path) -> None:
     named += [(source, _PATHS["data"]) for source in (sources if isinstance(sources, list) else ())]
     for section, names in named:
         if isinstance(section, dict):
-            section.update({name: located(section[name]) for name in names if name in section})
+            section.update({name: changed(section[name]) for name in names if name in section})
 
 
 _GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # of drivers: without one of them there is no GPU
 
 
-def _count_launched() -> int:
+def count_launched() -> int:
     """Returns how many processes torchrun or srun has started, of which this is one; 0 where neither has."""
     environment = os.environ
     tasks = environment.get("SLURM_STEP_NUM_TASKS", "") if "SLURM_PROCID" in environment else ""
@@ -390,7 +417,7 @@ def _fill_in_for_this_machine(values: dict[str, Any]) -> None:
     is_open = "num_ranks" not in pipeline and "auto" not in (
         parallel.get(name) for name in ("data", "context", "tensor")
     )
-    if is_open and (gpus or _count_launched()):
+    if is_open and (gpus or count_launched()):
         values["pipeline"] = {**pipeline, "num_ranks": "auto"}
     if gpus and "precision" not in training and _has_bfloat16():
         values["training"] = {**training, "precision": "bf16-weights"}
@@ -490,7 +517,7 @@ def _products(number: int, count: int) -> Iterator[tuple[int, ...]]:
 
 
 def _num_processes(axis: str, without_gpu: int | None) -> int:
-    if launched := _count_launched():
+    if launched := count_launched():
         return launched
     import torch
 
@@ -505,6 +532,8 @@ def _num_processes(axis: str, without_gpu: int | None) -> int:
 def set_override(values: dict[str, Any], override: str) -> None:
     """Sets `--a.b=value` or `a.b=value` in nested dictionaries. Raises SlipstreamError where it can't be read."""
     name, equals, text = override.removeprefix("--").partition("=")
+    if not equals and override.startswith("--") and name.rpartition(".")[2] in OTHER_NAMES and not _is_setting(name):
+        equals, text = "=", "null"  # which is then refused, by what the name is here
     if not equals or not name:
         raise SlipstreamError(f"{override!r} isn't a setting with a value; write it as --training.steps=100")
     *path, key = MESH_SETTINGS.get(name) or name.split(".")
@@ -518,6 +547,11 @@ def set_override(values: dict[str, Any], override: str) -> None:
     except yaml.YAMLError as error:
         hint = "; put quotes around what begins with a *" if "*" in text else ""
         raise SlipstreamError(f"the value of {name}={text!r} isn't valid YAML: {syntax_text(error)}{hint}") from error
+
+
+def _is_setting(name: str) -> bool:
+    section, _, key = name.rpartition(".")
+    return section in Config.model_fields and key in records_in(Config.model_fields[section].annotation)[0].model_fields
 
 
 SMALLEST: dict[str, dict[str, Any]] = {

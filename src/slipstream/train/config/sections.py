@@ -198,8 +198,16 @@ class TrainingSection(Record):
 
     @model_validator(mode="after")
     def _one_length(self) -> Self:
-        if (self.steps is None) == (self.epochs is None):
-            raise ValueError("give either training.steps or training.epochs, not both or none")
+        if self.steps is None and self.epochs is None:
+            raise ValueError(
+                "neither training.steps nor training.epochs says how long the run is; give --training.steps=1000 or "
+                "--training.epochs=1"
+            )
+        if self.steps is not None and self.epochs is not None:
+            raise ValueError(
+                f"training.steps={self.steps} and training.epochs={self.epochs:g} both say how long the run is; leave "
+                "one out, or take back what the file has with --training.steps=null or --training.epochs=null"
+            )
         return self
 
     @model_validator(mode="before")

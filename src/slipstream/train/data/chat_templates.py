@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from slipstream.errors import SlipstreamError
+from slipstream.errors import SlipstreamError, did_you_mean, path_hint
 from slipstream.model import IGNORED
 from slipstream.train.config import DataSection
 from slipstream.train.data.tokenised_text import TokenisedText
@@ -93,11 +93,24 @@ _NO_THOUGHTS = re.compile(r"(^|<think>)\s*</think>")
 _MARKS_TURNS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
+def check_template(given: Path | str | None) -> None:
+    """Raises SlipstreamError where `data.chat_template` is neither a name nor a file."""
+    if given is None or str(given) in NAMED_TEMPLATES or Path(given).is_file():
+        return
+    named = did_you_mean(str(given), NAMED_TEMPLATES).removeprefix("; ")
+    near = path_hint(given) if named == "." else f" ({named})"
+    raise SlipstreamError(
+        f"data.chat_template={given} is neither a file here nor one of {', '.join(NAMED_TEMPLATES)}{near}; leave it "
+        "out for the tokenizer's own, or give the file of a template, such as --data.chat_template=chat.jinja"
+    )
+
+
 class ChatTemplate:
     """The chat template of a tokenizer, or one of a file or a name, which becomes the tokenizer's."""
 
     def __init__(self, tokenizer: Any, given: Path | str | None = None) -> None:
         """`given` is a file, or a name. Raises SlipstreamError where there is none, or the file can't be read."""
+        check_template(given)
         self._tokenizer = tokenizer
         if (named := NAMED_TEMPLATES.get(str(given))) is not None:
             tokenizer.chat_template = named.text
@@ -154,6 +167,12 @@ class ChatTemplate:
         """Returns the tokens of the first messages. Raises SlipstreamError where `tokens`, of all, don't begin so."""
         if not messages and not prompt:
             return []
+        if not messages:
+            raise SlipstreamError(
+                "the conversation begins with the turn that counts, and a template writes no header of a turn that "
+                "answers nothing; begin with a turn of the user or a system message, leave such rows out, or let every "
+                "token count with --data.loss=all"
+            )
         beginning = self.tokens(messages, tools, prompt)
         if list(tokens[: len(beginning)]) != beginning:
             written = [self._tokenizer.decode(part) for part in (tokens, beginning)]

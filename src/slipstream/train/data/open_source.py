@@ -102,9 +102,14 @@ class OpenSource:
                     yield from texts_in(row.get(column))
 
     def tokenise(
-        self, tokenizer: Any, template: ChatTemplate | None, seq_len: int, progress: Progress
+        self,
+        tokenizer: Any,
+        template: ChatTemplate | None,
+        seq_len: int,
+        progress: Progress,
+        vocab_size: int | None = None,
     ) -> TokenisedText:
-        """Returns the tokens of all rows.
+        """Returns the tokens of all rows; given ones are below `vocab_size`.
 
         Raises:
             SlipstreamError: with the number of a row that hasn't the form of the others, and where the tokenizer
@@ -113,7 +118,7 @@ class OpenSource:
         if isinstance(self.rows, Documents):
             text = tokenise(tokenizer, self.rows, progress, self.rows.num_characters)
         else:
-            reader = SampleReader(self.source, self.form, self.loss, tokenizer, template)
+            reader = SampleReader(self.source, self.form, self.loss, tokenizer, template, vocab_size)
             with progress.counting("tokenising", total=len(self.rows)) as show:
                 rows = with_given_keys(self.rows, self.rows.features)
                 text = tokenise_samples(rows, reader, self.source.name, seq_len, progress.warn, show)

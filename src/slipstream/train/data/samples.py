@@ -35,8 +35,18 @@ class UnusableRowError(Exception):
 class SampleReader:
     """Reads the rows of one source, of one form: a sample each, or in the form `pairs` two answers to one prompt."""
 
-    def __init__(self, source: SourceSection, form: str, loss: str, tokenizer: Any, template: ChatTemplate | None):
+    def __init__(
+        self,
+        source: SourceSection,
+        form: str,
+        loss: str,
+        tokenizer: Any,
+        template: ChatTemplate | None,
+        vocab_size: int | None = None,
+    ):
+        """`vocab_size` limits the ids of given tokens and labels, where the model is known."""
         self._source, self._form, self._loss = source, form, loss
+        self._vocab_size = vocab_size
         self._tokenizer, self._template = tokenizer, template
         start = tokenizer("")["input_ids"]
         self._adds_end = bool(start) and start[-1] == tokenizer.eos_token_id and len(start) > 1
@@ -63,7 +73,10 @@ class SampleReader:
 
     def _read_document(self, row: Mapping[str, Any]) -> Sample:
         if self._form == "tokens":
-            return _given_tokens(row)
+            tokens, labels = _given_tokens(row)
+            if self._vocab_size is not None:
+                _check_ids(tokens, labels, self._vocab_size)
+            return tokens, labels
         is_answer = self._form in ("prompt-completion", "pairs", "rated")
         tokens, counts = self._completion(row) if is_answer else self._turns(row)
         return tokens, [token if count else IGNORED for token, count in zip(tokens, counts, strict=True)]
@@ -93,6 +106,11 @@ class SampleReader:
         """Returns the tokens of a conversation, and which count; a completion comes after `num_prompt` messages."""
         template = self._template = self._template or ChatTemplate(self._tokenizer)
         roles = dict.fromkeys(str(message.get("role")) for message in messages)
+        if self._loss != "all" and (renamed := _roles_to_rename(roles)):
+            raise SlipstreamError(
+                f"the roles are {', '.join(roles)}, and the turns that count are those of the role assistant; rename "
+                + ", ".join(f"{role} to {meant}" for role, meant in renamed.items())
+            )
         if self._loss == "assistant" and "assistant" not in roles:
             raise UnusableRowError(f"in which no turn is the assistant's (the roles are {', '.join(roles)})")
         if self._loss == "assistant":
@@ -251,6 +269,14 @@ _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": 
 _ROLES |= {"observation": "tool", "function_response": "tool"}
 _ROLES |= {role: role for role in ("system", "user", "assistant", "tool")}
 
+
+def _roles_to_rename(roles: Iterable[str]) -> dict[str, str]:
+    """Returns the roles that are an assistant's or a user's by other names, as they should be called, where one of them
+    is the assistant's, whose turns wouldn't count."""
+    meant = {role: _ROLES[role.lower()] for role in roles if role not in _ROLES.values() and role.lower() in _ROLES}
+    return meant if "assistant" in meant.values() else {}
+
+
 _QUESTIONS = (
     ("instruction", "output"),  # Alpaca
     ("instruction", "response"),
@@ -401,6 +427,17 @@ def _given_tokens(row: Mapping[str, Any]) -> Sample:
             "loss_mask"
         )
     return tokens[begin:end], labels[begin:end]
+
+
+def _check_ids(tokens: list[int], labels: list[int], vocab_size: int) -> None:
+    """Raises SlipstreamError for the first token or label that the model's vocabulary doesn't have."""
+    for column, ids in (("input_ids", tokens), ("labels", labels)):
+        for place, token in enumerate(ids, start=1):
+            if token >= vocab_size:
+                raise SlipstreamError(
+                    f"number {place} of {column} is the token {token}, and the model's vocabulary has {vocab_size} (0 "
+                    f"to {vocab_size - 1}); give tokens of the model's own tokenizer"
+                )
 
 
 COUNTING_MASKS = ("loss_mask", "completion_mask", "assistant_masks")

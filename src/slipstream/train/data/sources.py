@@ -9,12 +9,13 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from slipstream.errors import SlipstreamError
+from slipstream.errors import SlipstreamError, check_not_misspelt, path_hint
 from slipstream.foreign_text import parse_json
 from slipstream.train.config import SourceSection
 
 _READ_FOR_TEXT = 65536  # bytes; a file that begins with so many blank ones is read whole
 _DIGESTED = 2**20  # bytes at the beginning of a file, and at its end
+_UTF16 = (b"\xff\xfe", b"\xfe\xff")  # byte order marks
 _SHOWN = 80  # bytes of a line that can't be read
 _BUILDERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 
@@ -37,7 +38,7 @@ def find_files(sources: Iterable[Path], suffixes: Sequence[str]) -> list[Path]:
         elif source.is_file():
             files.append(source)
         else:
-            raise SlipstreamError(f"data.files: there is no file or folder {source}")
+            raise SlipstreamError(f"data.files: there is no file or folder {source}{path_hint(source)}")
     return files
 
 
@@ -127,8 +128,9 @@ def read_rows(config: SourceSection, streaming: bool = False) -> Any:
         if where := find_bad_line(files):
             raise SlipstreamError(f"{config.option}={where}") from error
         if not files and not Path(str(config.dataset)).exists():
+            hint = path_hint(str(config.dataset))
             raise SlipstreamError(
-                f"{config.name}: there is no such file or folder here, and it can't be read as a data set of the "
+                f"{config.name}: there is no such file or folder here{hint}, and it can't be read as a data set of the "
                 f"hub (split {config.split}): {error}. Give a {', '.join(_BUILDERS)} file, or its name on the hub"
             ) from error
         raise SlipstreamError(f"can't read {config.name} (split {config.split}): {error}") from error
@@ -137,6 +139,8 @@ def read_rows(config: SourceSection, streaming: bool = False) -> Any:
 def _check_files(config: SourceSection, files: Sequence[Path]) -> None:
     """Raises SlipstreamError where a file of rows isn't there, is empty, or is of a kind that isn't read."""
     path = Path(str(config.dataset))
+    if not files:
+        check_not_misspelt(config.name, str(path))
     if not files and path.is_file():
         raise SlipstreamError(
             f"data.dataset={path} ends in {path.suffix or 'nothing'}, which isn't read; give a file that ends in "
@@ -144,10 +148,16 @@ def _check_files(config: SourceSection, files: Sequence[Path]) -> None:
         )
     for file in files:
         if not file.is_file():
-            raise SlipstreamError(f"data.dataset: there is no file {file}")
+            raise SlipstreamError(f"data.dataset: there is no file {file}{path_hint(file)}")
         with file.open("rb") as opened:
-            if not opened.read(_READ_FOR_TEXT).strip() and not file.read_bytes().strip():
+            begin = opened.read(_READ_FOR_TEXT)
+            if not begin.strip() and not file.read_bytes().strip():
                 raise SlipstreamError(f"{config.name}: {file} is empty; give a file with at least one row")
+        if file.suffix != ".parquet" and 0 in begin and not begin.startswith(_UTF16):
+            raise SlipstreamError(
+                f"{config.name}: {file} is a binary file and no text (byte {begin.find(0)} is 0); give a "
+                f"{', '.join(_BUILDERS)} file, unpacked where it is compressed"
+            )
 
 
 def _as_texts(files: Sequence[Path]) -> dict[str, Any]:
@@ -257,10 +267,21 @@ def _standard_library() -> list[Path]:
 
 def _read_file(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8-sig")  # without a byte order mark
+        data = path.read_bytes()
+        if problem := _no_text(data):
+            raise SlipstreamError(f"{path} {problem}")
+        return data.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")  # without a byte order mark
     except UnicodeDecodeError as error:
         raise SlipstreamError(
             f"{path} isn't UTF-8 text (byte {error.start}); convert it, or leave it out of data.files"
         ) from error
     except OSError as error:
         raise SlipstreamError(f"can't read {path}: {error.strerror}") from error
+
+
+def _no_text(data: bytes) -> str:
+    """Returns why bytes with zeros aren't a text in UTF-8, and what to do; "" where there are none."""
+    if data.startswith(_UTF16):
+        return "is text in UTF-16 and not in UTF-8; convert it, as iconv -f UTF-16 -t UTF-8 does"
+    place = data.find(0)
+    return "" if place < 0 else f"is a binary file and no text (byte {place} is 0); leave it out of data.files"

@@ -252,25 +252,29 @@ def load_sequences(config: Config, inputs: Path, say: Callable[[str], None]) -> 
     return sequences_of(texts, section.packing, training.seq_len, training.seed, section.weights)
 
 
-def stream_sequences(config: Config, tokenizer: Any, say: Callable[[str], None]) -> StreamedSequences | MixedStreams:
-    """Opens the data sets as streams, and reads the first block of each.
+def stream_sequences(
+    config: Config, tokenizer: Any, say: Callable[[str], None], vocab_size: int | None = None
+) -> StreamedSequences | MixedStreams:
+    """Opens the data sets as streams, and reads the first block of each. Given tokens are below `vocab_size`.
 
     Raises:
         SlipstreamError: where one can't be read, or its columns fit no form.
     """
-    streams = [_stream(config, source, tokenizer, say) for source in config.data.all_sources]
+    streams = [_stream(config, source, tokenizer, say, vocab_size) for source in config.data.all_sources]
     weights = config.data.weights
     return streams[0] if weights is None else MixedStreams(streams, weights, config.training.seed)
 
 
-def _stream(config: Config, source: SourceSection, tokenizer: Any, say: Callable[[str], None]) -> StreamedSequences:
+def _stream(
+    config: Config, source: SourceSection, tokenizer: Any, say: Callable[[str], None], vocab_size: int | None
+) -> StreamedSequences:
     section, seq_len = config.data, config.training.seq_len
     stream = RowStream(source, section.shuffle_rows)
     form = find_form(source, stream.columns)
     loss = find_loss(source, form)
     needs_template = form in CONVERSATIONS or section.chat_template
     template = ChatTemplate(tokenizer, section.chat_template) if needs_template else None
-    reader = SampleReader(source, form, loss, tokenizer, template)
+    reader = SampleReader(source, form, loss, tokenizer, template, vocab_size)
 
     def make(name: str, rows: list[dict[str, Any]]) -> TokenisedText:
         if form != "text":

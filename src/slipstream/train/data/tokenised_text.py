@@ -13,7 +13,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from slipstream.errors import SlipstreamError
+from slipstream.errors import SlipstreamError, check_not_misspelt, path_hint
 from slipstream.launch import Progress
 from slipstream.model import IGNORED
 from slipstream.units import plural
@@ -241,6 +241,10 @@ def load_tokenizer(name: str, trusts_code: bool = False, instead: str = _ANOTHER
     """
     from transformers import AutoTokenizer
 
+    try:
+        check_not_misspelt(f"no tokenizer at {name!r}", name)
+    except SlipstreamError as error:
+        raise SlipstreamError(f"{error}. {instead}") from None
     if Path(name).is_dir() and not has_tokenizer(Path(name)):
         raise SlipstreamError(f"no tokenizer in {name!r}: the folder has no tokenizer.json. {instead}")
     try:
@@ -257,7 +261,7 @@ def load_tokenizer(name: str, trusts_code: bool = False, instead: str = _ANOTHER
         if Path(name).is_dir():
             raise SlipstreamError(f"the tokenizer in {name!r} can't be read: {reason} {instead}") from error
         raise SlipstreamError(
-            f"no tokenizer at {name!r}: there is no such folder here. On the hub: {reason} {instead}"
+            f"no tokenizer at {name!r}: there is no such folder here{path_hint(name)}. On the hub: {reason} {instead}"
         ) from error
     if {*tokenizer.get_vocab()} <= {*tokenizer.all_special_tokens}:
         raise SlipstreamError(f"no tokenizer in {name!r}: it has no vocabulary but its special tokens. {instead}")

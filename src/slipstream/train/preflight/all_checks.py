@@ -131,13 +131,9 @@ def preflight(config: Config, progress: Progress) -> RunInputs:
     new_tokens = add_vocabulary(config, model_config, progress)
     config = first_mesh(config, model_config)
     check_model(config, model_config, progress)
-    if rates := _rates_without_effect(config, model_config):
-        progress.say(f"dropout ({rates}) is off under preferences; --preference.dropout=true turns it on")
     check_optimizer(config, model_config)
     check_memory(config, model_config)
     check_smaller_meshes(config, model_config)
-    if reason := plan_obstacle(config):
-        progress.say(reason)
     text = prepare_text(config, model_config, progress)
     check_sample(config.sample, text.tokenizer, model_config)
     check_amount(config, text, progress)
@@ -145,6 +141,11 @@ def preflight(config: Config, progress: Progress) -> RunInputs:
     has_reference = config.preference is not None and config.preference.has_reference
     if has_reference and not is_finished and find_saved(config) is not None:
         check_reference(config, {"train": text.train, "validation": text.validation})
+    # Nothing is refused any more, so that these notes are read as such.
+    if rates := _rates_without_effect(config, model_config):
+        progress.say(f"dropout ({rates}) is off under preferences; --preference.dropout=true turns it on")
+    if not is_finished and (reason := plan_obstacle(config)):
+        progress.say(reason)
     return RunInputs(config, model_config, text, is_finished, new_tokens)
 
 
@@ -177,10 +178,14 @@ def check_run_folder(config: Config) -> None:
         raise SlipstreamError(f"training.output={folder.path}: {link_advice(link)}")
     steps = CheckpointFolder(folder.checkpoints).steps()
     if isinstance(resume, int) and resume not in steps:
-        there = ", ".join(map(str, steps)) or "none"
+        if not steps:
+            raise SlipstreamError(
+                f"checkpoint.resume={resume}: there is no checkpoint at all in {folder.checkpoints}; leave "
+                "checkpoint.resume out to begin at step 1, or name the run's folder with --training.output=..."
+            )
         raise SlipstreamError(
-            f"there is no checkpoint {resume} in {folder.checkpoints}; give one of its steps ({there}), latest or "
-            "last-good"
+            f"checkpoint.resume={resume}: there is no checkpoint {resume} in {folder.checkpoints}; give one of its "
+            f"steps, {' or '.join(map(str, sorted(steps)))}, or latest or last-good"
         )
     if resume == "best" and steps:
         require_best(CheckpointFolder(folder.checkpoints))

@@ -43,6 +43,7 @@ from slipstream.pipeline.families.causal_lm_layout import find_router_loss, plan
 from slipstream.pipeline.pipeline_options import PipelineOptions
 from slipstream.pipeline.tuning import StepSettings
 from slipstream.train.config import Config, ModelSection
+from slipstream.train.config.run_config import count_launched
 from slipstream.train.planned_start import is_open
 
 
@@ -142,12 +143,26 @@ def check_layers(config: Config, model_config: Any) -> None:
         if pipeline.stages_per_rank > 1:
             asked += f" with pipeline.stages_per_rank={pipeline.stages_per_rank} makes {num_stages} stages, which"
         most = num_layers // pipeline.stages_per_rank
-        raise SlipstreamError(f"{asked} is more than the model's {num_layers} layers; choose 1 to {most}")
+        raise SlipstreamError(
+            f"{asked} is more than the model's {num_layers} layers; choose 1 to {most}"
+            + _launched_hint(pipeline.num_ranks, most)
+        )
     if partition != "auto" and sum(partition) != num_layers:
         raise SlipstreamError(
             f"pipeline.partition={partition} adds up to {sum(partition)} layers, but the model has {num_layers}; make "
             "them equal, or leave it to --pipeline.partition=auto"
         )
+
+
+def _launched_hint(num_ranks: int, most: int) -> str:
+    """Returns how a launcher's processes could be used otherwise, where the pipeline has all of them."""
+    if count_launched() != num_ranks:
+        return ""
+    stages = max((number for number in range(1, most + 1) if num_ranks % number == 0), default=1)
+    return (
+        f". The launcher started {num_ranks} processes: start {most} or fewer (torchrun --nproc-per-node={most}), or "
+        f"give --pp={stages} --dp={num_ranks // stages} for replicas of the pipeline"
+    )
 
 
 def _check_layout(config: Config, model_config: Any) -> None:

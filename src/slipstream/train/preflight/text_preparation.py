@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 from slipstream.errors import SlipstreamError
@@ -16,6 +17,7 @@ from slipstream.train.config import Config, SampleSection, SourceSection
 from slipstream.train.data.chat_templates import (
     LOOKED_AT,
     ChatTemplate,
+    check_template,
     find_turn_problems,
     special_tokens,
     with_special_tokens,
@@ -47,7 +49,10 @@ def prepare_text(config: Config, model_config: Any, progress: Progress) -> Prepa
         SlipstreamError: where a source can't be read, or its tokens don't fit the model or the length.
     """
     section, training = config.data, config.training
+    check_template(section.chat_template)
     named = named_tokenizer(config)
+    if named is not None:
+        check_tokenizer(named, config, model_config, progress)
     with progress.waiting("reading text"):
         sources = [] if section.streaming else [_open(config, source, progress) for source in section.all_sources]
         held_out = _open_validation(config, progress)
@@ -56,13 +61,14 @@ def prepare_text(config: Config, model_config: Any, progress: Progress) -> Prepa
     tokenizer = make_tokenizer(config, model_config, sources, named, progress)
     needs_template = any(source.has_messages for source in [*sources, *held_out])
     template = ChatTemplate(tokenizer, section.chat_template) if needs_template else None
-    texts = [source.tokenise(tokenizer, template, training.seq_len, progress) for source in sources]
-    validation = [source.tokenise(tokenizer, template, training.seq_len, progress) for source in held_out]
+    how = (tokenizer, template, training.seq_len, progress, model_config.get_text_config().vocab_size)
+    texts = [source.tokenise(*how) for source in sources]
+    validation = [source.tokenise(*how) for source in held_out]
     if not validation:
         parts = [text.split(section.validation_fraction, training.seed) for text in texts]
         texts, validation = [train for train, _ in parts], [other for _, other in parts]
     if section.streaming:
-        sequences, read, chats = _open_stream(config, tokenizer, progress)
+        sequences, read, chats = _open_stream(config, tokenizer, model_config.get_text_config().vocab_size, progress)
     else:
         read, chats = texts, [text for text, source in zip(texts, sources, strict=True) if source.has_messages]
         num_tokens = sum(len(text.tokens) for text in [*texts, *validation])
@@ -92,11 +98,11 @@ def _open_validation(config: Config, progress: Progress) -> list[OpenSource]:
 
 
 def _open_stream(
-    config: Config, tokenizer: Any, progress: Progress
+    config: Config, tokenizer: Any, vocab_size: int, progress: Progress
 ) -> tuple[data.TrainingSequences, list[data.TokenisedText], list[data.TokenisedText]]:
     """Returns the sequences of the streams, the text of the first block of each, and those which have answers."""
     with progress.waiting("reading the first rows"):
-        sequences = stream_sequences(config, tokenizer, progress.warn)
+        sequences = stream_sequences(config, tokenizer, progress.warn, vocab_size)
     streams = sequences.parts if isinstance(sequences, MixedStreams) else [sequences]
     for source, stream in zip(config.data.all_sources, streams, strict=True):
         whose = "" if len(streams) == 1 else f" of {source.name}"
@@ -243,6 +249,45 @@ def check_vocabulary(largest: int, model_config: Any) -> None:
             f"the model's vocabulary has {vocab_size} tokens (0 to {vocab_size - 1}), but the text needs token id "
             f"{largest}; use the model's own tokenizer, a smaller data.vocab_size, or a larger vocab_size in "
             "model.config"
+        )
+
+
+def check_tokenizer(tokenizer: Any, config: Config, model_config: Any, progress: Progress) -> None:
+    """Refuses, before a text is tokenised, a tokenizer with more tokens than the model's embedding has rows, and warns
+    of one whose tokens aren't those that a pretrained model has learnt.
+
+    Raises:
+        SlipstreamError: with both numbers.
+    """
+    added, known, rows = (
+        tokenizer.added_tokens_decoder,
+        tokenizer.get_vocab(),
+        model_config.get_text_config().vocab_size,
+    )
+    # Tokens that were added to a tokenizer needn't have rows as long as no text has them.
+    num_tokens = 1 + max((number for number in known.values() if number not in added), default=-1)
+    name = config.data.tokenizer or config.model.path
+    if num_tokens > rows:
+        instead = "leave data.tokenizer out for the model's own"
+        if config.model.path is None:
+            instead = f"give --model.config.vocab_size={num_tokens}, or leave data.tokenizer out to train one"
+        raise SlipstreamError(
+            f"the tokenizer {name} has {num_tokens:,} tokens, and the model's vocabulary {rows:,} (0 to {rows - 1}), "
+            f"so it is another model's; {instead}"
+        )
+    if (
+        not config.model.pretrained
+        or config.has_models_tokenizer
+        or not data.has_tokenizer(Path(str(config.model.path)))
+    ):
+        return
+    own = _own_tokenizer(config).get_vocab()
+    num_equal = sum(known.get(token) == number for token, number in own.items())
+    if 2 * num_equal < min(len(own), len(known)):
+        progress.warn(
+            f"the tokenizer {name} is another model's: {num_equal:,} of the {len(own):,} tokens of model.path="
+            f"{config.model.path} have the same number in it, and the pretrained weights know each token by its "
+            "number; leave data.tokenizer out for the model's own"
         )
 
 
