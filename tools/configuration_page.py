@@ -30,6 +30,7 @@ PREFACE = """\
 line, as `--section.setting=value`; values are YAML there too: `--pipeline.slices=[128,256,640]`,
 `--optimizer.clip_norm=null`. `--pp`, `--dp`, `--cp`, `--tp` and `--ep` are short for `--pipeline.num_ranks`,
 `--parallel.data`, `--parallel.context`, `--parallel.tensor` and `--parallel.experts`. An unknown key is an error.
+In paths `~` is your home folder, also after `=` and in lists, where a shell leaves it as it is.
 
 What is trained, on what, and how long: {here}. [How it is split and run](configuration-pipeline.md): {there}.
 

@@ -157,6 +157,12 @@ def test_what_is_given_is_taken(place: Path) -> None:
     assert config["runtime"] == {"self_check": False}
 
 
+def test_epochs_take_the_place_of_steps(place: Path) -> None:
+    config = yaml.safe_load(written("model", "talks.jsonl", "--overwrite", "--training.epochs=2"))
+    assert config["training"]["epochs"] == 2
+    assert "steps" not in config["training"]
+
+
 def test_pairs_train_an_adapter_where_the_weights_leave_no_room(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = this_machine()
     small = replace(machine, device=replace(machine.device, memory=1000.0))

@@ -92,9 +92,12 @@ def test_a_model_without_a_head_is_refused() -> None:
         slipstream.Pipeline(LlamaModel(llama()))
 
 
-@pytest.mark.parametrize("path", ["no/such-model", "./nowhere"])
-def test_a_model_that_does_not_exist(path: str) -> None:
-    with pytest.raises(SlipstreamError, match=f"no model at '{path}': expected an existing folder or a hub name"):
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [("no/such-model", "expected an existing folder or a hub name"), ("./nowhere", "there is no such file or folder")],
+)
+def test_a_model_that_does_not_exist(path: str, why: str) -> None:
+    with pytest.raises(SlipstreamError, match=f"no model at '{path}': {why}"):
         load_config(path)
 
 

@@ -370,7 +370,8 @@ def test_a_run_that_cannot_go_on_from_its_checkpoint(
 def test_what_changes_is_shown_before_a_run_goes_on(values: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     changed = {"checkpoint.resume": "latest", "training.steps": 9, "training.batch_size": 2, "optimizer.lr": 0.5}
     assert not preflight(parse_config(with_settings(values, changed)), Progress(make_console())).is_finished
-    table = capsys.readouterr().out.split("resuming after step 3 with other settings than before:\n")[1]
+    printed = capsys.readouterr().out.partition("pipeline.slices=2 is given")[0]  # the note on planning is the last
+    table = printed.split("resuming after step 3 with other settings than before:\n")[1]
     assert [line.split() for line in table.splitlines()] == [
         ["setting", "before", "now"],
         ["optimizer.lr", "0.0003", "0.5"],
@@ -524,6 +525,21 @@ def test_damaged_weights(refuse: Refuse, values: dict[str, Any], model_folder: P
         weights.unlink()
     values["model"] = {"path": str(model_folder)}
     assert re.search(message, refuse(values), re.DOTALL)
+
+
+@pytest.mark.parametrize("marks", [[], ["<extra>"]], ids=["its-own", "another"])
+def test_tokens_with_other_numbers_than_the_models_are_said(
+    values: dict[str, Any], model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], marks: list[str]
+) -> None:
+    texts = ["some words to learn"] * 9
+    train_tokenizer(texts, 290, Progress(None)).save_pretrained(model_folder)
+    named = train_tokenizer(texts, 290, Progress(None), marks)  # a mark moves all others
+    named.save_pretrained(tmp_path / "named")
+    values["model"] = {"path": str(model_folder)}
+    values["data"]["tokenizer"] = str(tmp_path / "named")
+    preflight(parse_config(values), Progress(make_console()))
+    said = " ".join("".join(capsys.readouterr()).split())
+    assert ("is another model's: 1 of the 2" in said) == bool(marks), said
 
 
 @pytest.mark.parametrize(

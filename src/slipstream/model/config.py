@@ -123,7 +123,8 @@ def _settings(path: str) -> dict[str, Any]:
         if Path(path).exists():
             raise SlipstreamError(f"no model at {path!r}: expected a folder with config.json. {reason}") from error
         raise SlipstreamError(
-            f"no model at {path!r}: there is no such folder here{path_hint(path)}. On the hub: {reason}"
+            f"no model at {path!r}: expected an existing folder or a hub name, and there is no such folder here"
+            f"{path_hint(path)}. On the hub: {reason}"
         ) from error
     if not settings:
         is_there = not Path(path).is_dir() or Path(path, "config.json").exists()

@@ -74,6 +74,7 @@ class TrainingChoice:
     eval_every: int  # steps; 0 for no validations, where the data is too little to hold some out
     held_out: float  # share of the documents
     num_longer: int  # documents that a sequence has no room for
+    epochs: float | None = None  # given in place of steps
 
 
 def choose_training(
@@ -95,7 +96,8 @@ def choose_training(
     usual = min(_MOST_OF_A_STEP, max(1, _TOKENS_OF_A_STEP // seq_len), max(1, num_sequences // _STEPS_OF_A_PASS))
     batch = given.get("batch_size") or 2 ** (usual.bit_length() - 1)
     each_pass = max(1, num_sequences // batch)
-    steps = given.get("steps") or round(each_pass * _passes(purpose, each_pass))
+    epochs = None if given.get("steps") else given.get("epochs")
+    steps = given.get("steps") or max(1, round(each_pass * (epochs or _passes(purpose, each_pass))))
     needed = _ENOUGH * batch
     held = {share: sizes.number * share if are_alone else sizes.held_out(share) / seq_len for share in _FRACTIONS}
     enough = next((share for share, size in held.items() if size >= needed), None)
@@ -108,6 +110,7 @@ def choose_training(
         eval_every=max(1, steps // 5) if enough or has_validation else 0,
         held_out=enough or (_FRACTIONS[0] if "eval_every" in given or has_validation else 0.0),
         num_longer=0 if purpose.is_text and is_packed else int((sizes.lengths > seq_len).sum()),
+        epochs=epochs,
     )
 
 

@@ -165,14 +165,15 @@ def _some_text(documents: Documents) -> list[str]:
 
 
 def count_tokens(
-    data: DataChoice, some: OpenSource, tokenizer: Any, template: ChatTemplate | None, most: int
+    data: DataChoice, some: OpenSource, tokenizer: Any, template: ChatTemplate | None, most: int, vocab_size: int
 ) -> DataSizes:
-    """Returns the sizes of the data, of which `some` are tokenised. A sample isn't read beyond `most` tokens.
+    """Returns the sizes of the data, of which `some` are tokenised. A sample isn't read beyond `most` tokens, and given
+    tokens are below `vocab_size`.
 
     Raises:
         SlipstreamError: with the number of a row that hasn't the form of the others.
     """
-    text = some.tokenise(tokenizer, template, most, Progress(None))
+    text = some.tokenise(tokenizer, template, most, Progress(None), vocab_size)
     if data.is_text:
         rate = len(text.tokens) / some.rows.num_characters
         lengths = np.ceil(np.array([len(row) for row in data.opened.rows]) * rate).astype(np.int64)

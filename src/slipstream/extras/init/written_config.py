@@ -129,7 +129,9 @@ def _measure(found: DataChoice, first: _FirstReading, progress: Progress) -> Dat
     some = some_of(found.opened)
     tokenizer = make_tokenizer(first.config, first.model_config, [some], named_tokenizer(first.config), progress)
     template = ChatTemplate(tokenizer, first.config.data.chat_template) if some.has_messages else None
-    sizes = count_tokens(found, some, tokenizer, template, longest_sequence(first.model_config) or MANY_TOKENS)
+    most = longest_sequence(first.model_config) or MANY_TOKENS
+    vocab_size = first.model_config.get_text_config().vocab_size
+    sizes = count_tokens(found, some, tokenizer, template, most, vocab_size)
     check_vocabulary(sizes.largest, first.model_config)
     return sizes
 
@@ -343,11 +345,14 @@ def _training(choices: Choices) -> ConfigPart:
     chosen = choices.training
     longest = "" if choices.longest is None else f"; the model takes {choices.longest:,}"
     rows = "pairs" if choices.purpose.are_pairs else "sequences"
+    how_long = Setting("steps", chosen.steps, f"about {chosen.passes:.2g} times through the data")
+    if chosen.epochs is not None:
+        how_long = Setting("epochs", chosen.epochs, f"times through the data: about {plural(chosen.steps, 'step')}")
     settings = [
         Setting("output", str(choices.output), "a folder for metrics, checkpoints and the model"),
         Setting("seq_len", chosen.seq_len, f"tokens of a sequence{longest}"),
         Setting("batch_size", chosen.batch_size, f"{rows} of a step"),
-        Setting("steps", chosen.steps, f"about {chosen.passes:.2g} times through the data"),
+        how_long,
         Setting("precision", choices.precision),
     ]
     if chosen.eval_every:

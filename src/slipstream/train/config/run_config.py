@@ -565,18 +565,32 @@ def read_settings(overrides: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Returns settings by section, from `section.key=value`.
 
     Raises:
-        SlipstreamError: for text that isn't one, and for unknown settings.
+        SlipstreamError: for text that isn't one, for unknown settings, and for values that no configuration can have.
     """
     settings: dict[str, Any] = {}
     for override in overrides:
         set_override(settings, override)
     check_names(settings)
+    _check_values(settings)
     return settings
+
+
+_IN_ANY: dict[str, dict[str, Any]] = {**SMALLEST, "model": {"path": "model"}, "data": {"files": ["text"]}}
+
+
+def _check_values(given: dict[str, dict[str, Any]]) -> None:
+    """Raises SlipstreamError for values of a wrong kind; whether they fit together shows in the whole configuration."""
+    values = {**_IN_ANY, **{name: _IN_ANY.get(name, {}) | section for name, section in given.items()}}
+    try:
+        Config.model_validate(values)
+    except ValidationError as error:
+        if any(problem["type"] not in ("value_error", "missing") for problem in error.errors()):
+            raise SlipstreamError("\n".join(describe_problems(error, Config))) from None
 
 
 def check_names(given: dict[str, Any]) -> None:
     """Raises SlipstreamError for sections and settings that there aren't."""
-    smallest: dict[str, dict[str, Any]] = {**SMALLEST, "model": {"path": "model"}, "data": {"files": ["text"]}}
+    smallest = _IN_ANY
     for name, values in given.items():
         section = records_in(Config.model_fields[name].annotation)[0] if name in Config.model_fields else None
         if section is None or not isinstance(values, dict):

@@ -184,8 +184,8 @@ def check_run_folder(config: Config) -> None:
                 "checkpoint.resume out to begin at step 1, or name the run's folder with --training.output=..."
             )
         raise SlipstreamError(
-            f"checkpoint.resume={resume}: there is no checkpoint {resume} in {folder.checkpoints}; give one of its "
-            f"steps, {' or '.join(map(str, sorted(steps)))}, or latest or last-good"
+            f"there is no checkpoint {resume} in {folder.checkpoints}; give one of its steps "
+            f"({', '.join(map(str, steps))}), latest or last-good"
         )
     if resume == "best" and steps:
         require_best(CheckpointFolder(folder.checkpoints))
