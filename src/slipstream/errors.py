@@ -129,8 +129,8 @@ def path_hint(name: str | Path) -> str:
 
 def _near_path(path: Path) -> str:
     """Returns what is here by the nearest name of the first part of a path that isn't; "" where there is none."""
-    missing = next((part for part in (*reversed(path.parents), path) if not part.exists()), None)
-    if missing is None or not missing.parent.is_dir():
+    missing = next((part for part in (*reversed(path.parents), path) if not os.path.exists(part)), None)
+    if missing is None:
         return ""
     try:
         known = os.listdir(missing.parent)
@@ -138,7 +138,7 @@ def _near_path(path: Path) -> str:
         return ""
     names = difflib.get_close_matches(missing.name, known, cutoff=_ALIKE)
     near = (missing.with_name(name) / path.relative_to(missing) for name in names)
-    return next((str(candidate) for candidate in near if candidate.exists()), "")
+    return next((str(candidate) for candidate in near if os.path.exists(candidate)), "")
 
 
 def is_surely_a_path(name: str) -> bool:
@@ -149,7 +149,7 @@ def is_surely_a_path(name: str) -> bool:
 def check_not_misspelt(what: str, name: str) -> None:
     """Raises SlipstreamError, before the hub is asked, where `name` isn't here and can't be one of the hub, or has no
     owner and nearly the name of a file or folder here. `what` begins the message, such as "no model at 'modle'"."""
-    if Path(name).exists():
+    if os.path.exists(name):
         return
     near = _near_path(Path(name))
     if is_surely_a_path(name):

@@ -173,6 +173,10 @@ def _unknown(place: _Place, record: type[BaseModel]) -> str:
     key, owner = place.path[-1], place.owner
     if glued := colon_hint(key):
         return f"unknown key {place.name}; {glued}"
+    if len(place.path) > 1 and key in record.model_fields and records_in(record.model_fields[key].annotation):
+        return (
+            f"unknown key {place.name}; {key} is a section of its own, and not one in {place.path[-2]}: indent it less"
+        )
     others: Mapping[str, tuple[str, str]] = getattr(record, "other_names", {})
     where = ".".join(place.path[:-1])
     known = [] if owner is None else sorted(owner.model_fields)

@@ -179,6 +179,10 @@ COMMANDS: list[tuple[str, list[str]]] = [
         ["line 3", "in '  init: random'; it is indented by 2, and the line before, 'path: m', by 4"],
     ),
     ("train no-indent.yaml", ["data is an empty section: indent its settings below data:", "'data.files'"]),
+    (
+        "train inside.yaml",
+        ["unknown key model.data; data is a section of its own, and not one in model: indent it less"],
+    ),
     ("train titan.toml", ["a configuration of torchtitan (model.flavor, training.local_batch_size)"]),
     ("timeline zero-bubble", ["did you mean 'zb-h1', or 'zb-v' with 2 stages per rank?"]),
     ("plan model h100-dgx --seq-len=32 --global-batch=8 --schedule=zerobubble", ["did you mean 'zb-h1'"]),
@@ -215,7 +219,8 @@ COMMANDS: list[tuple[str, list[str]]] = [
         "train config.yaml --data.tokenizer=large",
         ["the tokenizer large has 900 tokens, and the model's vocabulary 300"],
     ),
-    ("train tokens.yaml --data.tokenizer=large", ["it is another model's; leave data.tokenizer out"]),
+    ("train tokens.yaml --data.tokenizer=large", ["it is another model's; name the model's own"]),
+    ("train tokens.yaml --data.tokenizer=large --model.path=whole", ["leave data.tokenizer out for the model's own"]),
     ("train chat.yaml --data.dataset=assistant.jsonl", ["row 1: the conversation begins with the turn that counts"]),
     ("train chat.yaml --data.dataset=assistant.jsonl --data.loss=completion", ["begin with a turn of the user"]),
     (
@@ -341,6 +346,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "indent.yaml").write_text("model:\n  path: m\n   init: random\n")
     (place / "outdent.yaml").write_text("model:\n    path: m\n  init: random\n")
     (place / "no-indent.yaml").write_text("model: {path: m}\ndata:\nfiles: [books]\n")
+    (place / "inside.yaml").write_text("model:\n  path: m\n  data:\n    files: [books]\n")
     (place / "titan.toml").write_text('[model]\nflavor = "8B"\n[training]\nlocal_batch_size = 8\n')
     (place / "a-run").mkdir()
     (place / "a-run" / "config.yaml").write_text(yaml.safe_dump(CONFIG))

@@ -188,8 +188,8 @@ def _prepare(config: Config, ranks: launch.ConnectedRanks, lock: FolderLock, pro
     def prepared() -> tuple[bool, str, str]:
         about = [f"all ranks connected: {ranks}", sharing_here(config), ranks.describe_store()]
         progress.say("; ".join(filter(None, about)))
-        progress.say(describe_run(config))
         inputs = preflight(config, progress)
+        progress.say(describe_run(config))
         run_id = uuid.uuid4().hex  # a folder that an earlier run left on one node's own disk has another one
         if not inputs.is_finished:
             lock.take()

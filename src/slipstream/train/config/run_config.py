@@ -580,7 +580,7 @@ _IN_ANY: dict[str, dict[str, Any]] = {**SMALLEST, "model": {"path": "model"}, "d
 
 def _check_values(given: dict[str, dict[str, Any]]) -> None:
     """Raises SlipstreamError for values of a wrong kind; whether they fit together shows in the whole configuration."""
-    values = {**_IN_ANY, **{name: _IN_ANY.get(name, {}) | section for name, section in given.items()}}
+    values = {**_IN_ANY, **{name: _IN_ANY.get(name, {}) | section for name, section in given.items() if section}}
     try:
         Config.model_validate(values)
     except ValidationError as error:

@@ -259,27 +259,24 @@ def check_tokenizer(tokenizer: Any, config: Config, model_config: Any, progress:
     Raises:
         SlipstreamError: with both numbers.
     """
-    added, known, rows = (
-        tokenizer.added_tokens_decoder,
-        tokenizer.get_vocab(),
-        model_config.get_text_config().vocab_size,
-    )
+    known, rows = tokenizer.get_vocab(), model_config.get_text_config().vocab_size
     # Tokens that were added to a tokenizer needn't have rows as long as no text has them.
+    added = getattr(tokenizer, "added_tokens_decoder", ())
     num_tokens = 1 + max((number for number in known.values() if number not in added), default=-1)
-    name = config.data.tokenizer or config.model.path
+    name, folder = config.data.tokenizer or config.model.path, Path(str(config.model.path))
+    has_own = config.model.path is not None and (data.has_tokenizer(folder) or not folder.is_dir())
     if num_tokens > rows:
-        instead = "leave data.tokenizer out for the model's own"
         if config.model.path is None:
             instead = f"give --model.config.vocab_size={num_tokens}, or leave data.tokenizer out to train one"
+        elif config.data.tokenizer is None:
+            instead = "copy the files of the model's own tokenizer there"
+        else:
+            instead = "leave data.tokenizer out for the model's own" if has_own else "name the model's own"
         raise SlipstreamError(
             f"the tokenizer {name} has {num_tokens:,} tokens, and the model's vocabulary {rows:,} (0 to {rows - 1}), "
             f"so it is another model's; {instead}"
         )
-    if (
-        not config.model.pretrained
-        or config.has_models_tokenizer
-        or not data.has_tokenizer(Path(str(config.model.path)))
-    ):
+    if not config.model.pretrained or config.has_models_tokenizer or not has_own:
         return
     own = _own_tokenizer(config).get_vocab()
     num_equal = sum(known.get(token) == number for token, number in own.items())
