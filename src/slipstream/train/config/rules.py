@@ -142,10 +142,10 @@ def _check_rows(batch_size: int, replicas: int, num_microbatches: int, may_diffe
     rows = batch_size // replicas
     if rows < num_microbatches:
         of_each = "" if replicas == 1 else f" of {rows} for each of parallel.data={replicas} replicas"
-        fewer = f"pipeline.num_microbatches={f'1 to {rows}' if rows > 1 else rows}, or " if rows else ""
+        parts = f"pipeline.num_microbatches={f'1 to {rows}' if rows > 1 else rows}, or " if rows else ""
         raise ValueError(
             f"training.batch_size={batch_size}{of_each} can't be cut into "
-            f"pipeline.num_microbatches={num_microbatches} parts; choose {fewer}training.batch_size="
+            f"pipeline.num_microbatches={num_microbatches} parts; choose {parts}training.batch_size="
             f"{replicas * num_microbatches}"
         )
 
