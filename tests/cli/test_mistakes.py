@@ -212,7 +212,6 @@ COMMANDS: list[tuple[str, list[str]]] = [
     ("train tokens.yaml", ["data.dataset=ids.jsonl, row 3: number 2 of input_ids is the token 300", "(0 to 299)"]),
     ("train tokens.yaml --data.dataset=labels.jsonl", ["labels.jsonl, row 2: number 3 of labels is the token 999"]),
     ("train tokens.yaml --data.validation=labels.jsonl --data.dataset=few.jsonl", ["labels.jsonl, row 2: number 3"]),
-    ("eval model ids.jsonl --data.form=tokens --data.tokenizer=tok", ["no tokenizer in 'model'"]),
     ("eval whole ids.jsonl --data.form=tokens", ["ids.jsonl, row 3: number 2 of input_ids is the token 300"]),
     ("train tokens.yaml --data.streaming=true --training.steps=1", ["rows 1 to 3, row 3: number 2 of input_ids"]),
     (
@@ -246,7 +245,6 @@ COMMANDS: list[tuple[str, list[str]]] = [
         ["no model at './modle': there is no such file or folder (did you mean"],
     ),
     ("export a-rnu --output=x", ["there is no folder a-rnu (did you mean 'a-run'?)"]),
-    ("eval model not.txt", ["no tokenizer in 'model'"]),
     ("eval whole not.txt", ["there is no file not.txt (did you mean 'note.txt'?)"]),
     ("check modle", ["no model at 'modle'", "no such file or folder here (did you mean 'model'?)", "OWNER/modle"]),
     ("timeline 1f1b --output=no/x.png", ["no/x.png", "create it first"]),
@@ -416,8 +414,8 @@ REALLY_TYPED = [
 ]
 
 
-def test_there_are_over_eighty_mistakes() -> None:
-    assert len({*(typed for typed, _ in [*SETTINGS, *COMMANDS])}) >= 80
+def test_there_are_over_two_hundred_mistakes() -> None:
+    assert len({*(typed for typed, _ in [*SETTINGS, *COMMANDS])}) >= 200
 
 
 @pytest.mark.parametrize(
