@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import copy
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, MarianConfig, PegasusConfig, PretrainedConfig
 from transformers.utils import logging
 
 from slipstream import Pipeline, Runtime, SlipstreamError
 from slipstream.model import (
     ModelEnd,
+    check_saved_model,
     find_anatomy,
     load_config,
     meta_model,
     model_for_timing,
     pretrained_model,
     random_model,
+    whole_pretrained_model,
 )
 from slipstream.model.adapters import add_adapter, quiet_peft
 from support.adapters import lora
@@ -136,7 +141,7 @@ def save(folder: Path) -> Path:
 def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
     weights = save(tmp_path)
     weights.write_bytes(weights.read_bytes()[:-1000])
-    with pytest.raises(SlipstreamError, match=r"weights of .* can't be read.*copy or download them again"):
+    with pytest.raises(SlipstreamError, match=r"model.safetensors is corrupt or truncated.*copy or download it again"):
         Pipeline.from_pretrained(tmp_path, runtime=Runtime(self_check=False))
 
 
@@ -207,3 +212,100 @@ def test_a_copy_of_a_tied_weight_is_refused() -> None:
     config = ARCHITECTURES["llama, tied"]
     with pytest.raises(SlipstreamError, match=r"shares its weight with"):
         add_adapter(meta_model(config), meta_model(config), lora(modules_to_save=["lm_head"]), 0)
+
+
+def in_two_files(folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    (folder / "model.safetensors").unlink()
+    model.save_pretrained(folder, max_shard_size="30KB")
+
+
+def without_a_file(folder: Path) -> None:
+    in_two_files(folder)
+    min(folder.glob("model-*.safetensors")).unlink()
+
+
+def change_weights(change: Callable[[dict[str, torch.Tensor]], None]) -> Callable[[Path], None]:
+    def make(folder: Path) -> None:
+        state = load_file(folder / "model.safetensors")
+        change(state)
+        save_file(state, folder / "model.safetensors", {"format": "pt"})
+
+    return make
+
+
+def change_config(**settings: Any) -> Callable[[Path], None]:
+    def make(folder: Path) -> None:
+        file = folder / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+
+    return make
+
+
+def cut_an_expert(state: dict[str, torch.Tensor]) -> None:
+    name = next(name for name in state if "experts.1." in name)
+    state[name] = state[name][:1].clone()
+
+
+# The architecture, what is done to its folder, and words of the message.
+WRONG_WEIGHTS: dict[str, tuple[str, Callable[[Path], None], str]] = {
+    "another width": (
+        "llama",
+        change_config(intermediate_size=50),
+        r"layers.0.mlp.down_proj.weight is \[32, 48\], and by config.json \[32, 50\], and so are 11 more. Take",
+    ),
+    "another width, in several files": (
+        "llama",
+        lambda folder: (in_two_files(folder), change_config(intermediate_size=50)(folder))[0],
+        r"down_proj.weight is \[32, 48\], and by config.json \[32, 50\]",
+    ),
+    "fewer experts": ("mixtral", change_config(num_local_experts=3), r"experts.*is \[4, .*by config.json \[3, "),
+    "an expert of another shape": (
+        "mixtral",
+        change_weights(cut_an_expert),
+        r"experts.1.* is \[1, .*others of its kind",
+    ),
+    "a weight less": (
+        "gpt2",
+        change_weights(lambda state: state.__delitem__("transformer.h.1.mlp.c_fc.weight")),
+        r"lacks 1 weights of 'gpt2', first 'transformer.h.1.mlp.c_fc.weight'",
+    ),
+    "more layers": ("llama", change_config(num_hidden_layers=5), r"lacks 9 weights of 'llama', first 'model.layers.4"),
+    "a file less": ("llama", without_a_file, r"lacks 1 of the \d+ files of its weights, first model-00001-of-"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_WEIGHTS)
+def test_weights_of_another_model_are_named(wrong: str, tmp_path: Path) -> None:
+    """Their shapes and names are known from the files' headers, by a run's checks, a Pipeline and `generate` alike."""
+    name, make, said = WRONG_WEIGHTS[wrong]
+    build(ARCHITECTURES[name]).save_pretrained(tmp_path)
+    config = load_config(str(tmp_path))
+    assert check_saved_model(tmp_path, config) == ""
+    make(tmp_path)
+    if wrong == "more layers":  # a list with an entry by layer, which the architecture makes
+        file = tmp_path / "config.json"
+        file.write_text(
+            json.dumps({key: value for key, value in json.loads(file.read_text()).items() if key != "layer_types"})
+        )
+    config = load_config(str(tmp_path))
+    with pytest.raises(SlipstreamError, match=said):
+        check_saved_model(tmp_path, config)
+    with pytest.raises(SlipstreamError, match=said):
+        Pipeline.from_pretrained(tmp_path, runtime=Runtime(self_check=False))
+    with pytest.raises(SlipstreamError):
+        whole_pretrained_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["llama", "llama, tied", "gpt2", "mixtral", "qwen2_moe", "gpt_oss", "gemma3"])
+def test_weights_that_are_right_pass_by_their_headers(name: str, tmp_path: Path) -> None:
+    model = build(ARCHITECTURES[name])
+    model.save_pretrained(tmp_path, max_shard_size="30KB")
+    assert check_saved_model(tmp_path, load_config(str(tmp_path))) == ""
+
+
+def test_weights_that_are_not_read_are_named(tmp_path: Path) -> None:
+    save(tmp_path)
+    change_config(num_hidden_layers=2, layer_types=None)(tmp_path)
+    said = check_saved_model(tmp_path, load_config(str(tmp_path)))
+    assert "has 18 weights that a 'llama' of its config.json hasn't, first 'model.layers.2." in said

@@ -542,6 +542,17 @@ def test_tokens_with_other_numbers_than_the_models_are_said(
     assert ("is another model's: 1 of the 2" in said) == bool(marks), said
 
 
+def test_weights_of_another_shape_are_found_before_any_text_is_read(
+    refuse: Refuse, values: dict[str, Any], model_folder: Path
+) -> None:
+    file = model_folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"intermediate_size": 48}))
+    values["model"], values["data"]["files"] = {"path": str(model_folder)}, ["nothing"]
+    said = refuse(values)
+    assert "mlp.down_proj.weight is [16, 32], and by config.json [16, 48], and so are 5 more" in said
+    assert "report" not in said
+
+
 @pytest.mark.parametrize(
     ("processes", "instead"), [(3, "--pipeline.num_ranks=3. "), (4, "--pipeline.num_ranks=4, or --parallel.data=2 for")]
 )

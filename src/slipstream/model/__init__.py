@@ -36,6 +36,7 @@ from slipstream.model.layer_range import (
 )
 from slipstream.model.loading import (
     NewTokens,
+    check_saved_model,
     meta_model,
     model_for_timing,
     pretrained_model,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Collection, Container
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from slipstream.model.cutting import keep_layers
 from slipstream.model.layer_range import StagePart
 from slipstream.model.tensors import storage_id, storage_ids
 from slipstream.model.toy import quiet_transformers
+from slipstream.model.weight_files import check_loaded, check_weight_files
 
 _aten = torch.ops.aten
 _FACTORIES = {_aten.empty.memory_format} | {
@@ -156,28 +158,46 @@ def pretrained_model(
     """Returns the parts `owned` of a model in a folder of safetensors or on the hub, reading no other tensor. Rows of
     `new_tokens`, by default of those that `config` has in addition to the folder's, are the mean of those of the known.
 
-    Raises SlipstreamError for missing or damaged files, and for weights that the files don't contain.
+    Raises SlipstreamError for missing or damaged files, and for weights that the files don't contain, or in another
+    shape.
     """
     check_unquantised(config)
-    part, saved = _partial_class(config, anatomy, owned), _as_saved(config, path)
+    part = _partial_class(config, anatomy, owned)
+    model = _read_model(part, path, config, dtype=dtype or "auto", use_safetensors=True)
+    _make_new_rows(model, config, new_tokens)
+    return model
+
+
+def _read_model(kind: Any, path: str, config: PretrainedConfig, **settings: Any) -> PreTrainedModel:
+    """Returns a model of `kind` with the weights in a folder or on the hub, and as many tokens as these have rows for.
+
+    Raises SlipstreamError for missing or damaged files, and for weights that aren't those of the configuration.
+    """
+    saved = _as_saved(config, path)
     try:
         with quiet_transformers():
-            model, report = part.from_pretrained(
-                path, config=saved, dtype=dtype or "auto", use_safetensors=True, output_loading_info=True
+            model, report = kind.from_pretrained(
+                path, config=saved, ignore_mismatched_sizes=True, output_loading_info=True, **settings
             )
     except (OSError, SafetensorError, RuntimeError) as error:
+        if Path(path).is_dir() and settings.get("use_safetensors"):
+            check_weight_files(Path(path), saved, _whole_class(config))
         raise SlipstreamError(
             f"the weights of {path!r} can't be read: {error}. Expected whole safetensors files; "
             "copy or download them again."
         ) from error
-    absent = sorted(report["missing_keys"])
-    if absent:
-        raise SlipstreamError(
-            f"the checkpoint {path!r} lacks {len(absent)} weights of {config.model_type!r}, first {absent[0]!r}. "
-            "Expected a complete causal LM; a base model without its head can't be trained."
-        )
-    _make_new_rows(model, config, new_tokens)
-    return model
+    check_loaded(path, config, report)
+    result: PreTrainedModel = model
+    return result
+
+
+def check_saved_model(folder: Path, config: PretrainedConfig) -> str:
+    """Checks by the headers of its files that a folder has the weights of the causal LM of `config`, which may have
+    more tokens. Returns a warning about those that it has in addition, or "".
+
+    Raises SlipstreamError for missing or damaged files, and for weights that aren't there or have another shape.
+    """
+    return check_weight_files(folder, _as_saved(config, str(folder)), _whole_class(config))
 
 
 def whole_pretrained_model(
@@ -190,10 +210,7 @@ def whole_pretrained_model(
     addition to the folder's; those of `new_tokens` are as in `pretrained_model`."""
     config = load_config(path) if config is None else config
     settings: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
-    saved = _as_saved(config, path)
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        path, config=saved, trust_remote_code=False, **settings
-    )
+    model = _read_model(AutoModelForCausalLM, path, config, trust_remote_code=False, **settings)
     _make_new_rows(model, config, new_tokens)
     return model
 
@@ -245,15 +262,20 @@ def _make_new_rows(model: PreTrainedModel, config: PretrainedConfig, new_tokens:
 def _partial_class(config: PretrainedConfig, anatomy: ModelAnatomy, owned: Collection[StagePart]) -> Any:
     """Returns a subclass of the config's causal LM that removes all but `owned` after construction, before weights are
     read."""
-    check_is_causal_lm(config)
-    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    whole = kind[0] if isinstance(kind, tuple) else kind
+    whole = _whole_class(config)
 
     def construct(self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
         whole.__init__(self, *args, **kwargs)
         keep_layers(self, anatomy, owned, torch.device("cpu"))
 
     return type(whole.__name__, (whole,), {"__init__": construct, "__module__": whole.__module__})
+
+
+def _whole_class(config: PretrainedConfig) -> Any:
+    """Returns the class of the config's causal LM. Raises SlipstreamError where there is none."""
+    check_is_causal_lm(config)
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return kind[0] if isinstance(kind, tuple) else kind
 
 
 def _construct(config: PretrainedConfig, dtype: torch.dtype | None, **settings: Any) -> PreTrainedModel:

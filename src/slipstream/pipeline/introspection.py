@@ -8,8 +8,10 @@ from typing import Never
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
+from slipstream.checkpoint import is_finite
 from slipstream.errors import SlipstreamError
 from slipstream.model.adapters import Adapter, TrainedWeights
 from slipstream.options import Degrees
@@ -24,6 +26,10 @@ from slipstream.schedule import Schedule
 from slipstream.simulator import MemoryTable
 from slipstream.timeline import Timeline
 from slipstream.units import numbers_text, plural
+
+
+def _own_rows(weight: Tensor) -> Tensor:
+    return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 class PipelineFacts:
@@ -42,6 +48,14 @@ class PipelineFacts:
     def device(self) -> torch.device:
         """The device on which this rank computes."""
         return self._runtime.device
+
+    def find_non_finite(self) -> str | None:
+        """Returns the name of a weight with elements that are infinite or not numbers, a frozen one too; None where all
+        are finite. Collective."""
+        weights = (each for stage in self._runtime.stages.values() for each in stage.named_parameters())
+        # Beneath an adapter a weight has another name than in the files.
+        found = (name.replace(".base_layer.", ".") for name, each in weights if not is_finite(_own_rows(each.detach())))
+        return next(filter(None, self._runtime.ranks.world.gather(next(found, None))), None)
 
     @property
     def rank(self) -> int:

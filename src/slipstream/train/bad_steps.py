@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from slipstream.checkpoint import describe_non_finite
 from slipstream.errors import NonFiniteError
 from slipstream.train.run_context import RunContext
 
@@ -26,12 +27,14 @@ class BadSteps:
 
     Args:
         run: whose configuration has `training.bad_numbers` and `training.spike_factor`.
+        find_non_finite: returns the name of a weight that isn't finite, if there is one. Collective.
         has_copies: whether ranks of the same work exist, as replicas and tensor ranks are. Without any, loss and norm
             are sums over all ranks, on which these needn't agree.
     """
 
-    def __init__(self, run: RunContext, has_copies: bool) -> None:
+    def __init__(self, run: RunContext, find_non_finite: Callable[[], str | None], has_copies: bool) -> None:
         training = run.config.training
+        self._find_non_finite = find_non_finite
         # Where every rank would stop, one that does so alone ends the run for the others, too.
         may_go_on = training.bad_numbers != "stop" or training.precision == "fp16"
         self._agrees = has_copies and (may_go_on or training.spike_factor is not None)
@@ -69,6 +72,10 @@ class BadSteps:
             return None
         training, record = self._config.training, {"why": _REASONS[self._verdict], "samples": list(samples)}
         self.steps.append(step)
+        # A loss is a sum over all ranks, which therefore look for the weight together.
+        weight = None if math.isfinite(loss) else self._find_non_finite()
+        if weight and (training.bad_numbers != "rollback" or not self._has_updated):  # it would be so in every step
+            raise NonFiniteError(self._describe_weight(weight, step, loss))
         if training.precision == "fp16" and self._verdict == _NON_FINITE:  # the loss scale looks for the largest
             return record | {"done": "skipped, with a smaller loss scale after it"}
         self._num_in_a_row += 1
@@ -76,6 +83,10 @@ class BadSteps:
             raise NonFiniteError(self._describe(step, loss, norm))
         earlier = roll_back() if training.bad_numbers == "rollback" else None
         return record | {"done": "skipped" if earlier is None else f"rolled back to step {earlier}"}
+
+    @property
+    def _has_updated(self) -> bool:
+        return bool(self._values["loss"])
 
     def facts(self) -> dict[str, list[float]]:
         """Returns the facts for a checkpoint, so that a resumed run judges alike."""
@@ -96,12 +107,26 @@ class BadSteps:
                 )
         return " and ".join(spikes)
 
+    def _describe_weight(self, name: str, step: int, loss: float) -> str:
+        model, lora = self._config.model, self._config.lora
+        said = f"the loss of step {step} is {loss}, as {describe_non_finite(name)}"
+        if self._has_updated:
+            return f"{said}, after an update; {self._gentler}"
+        if model.pretrained:
+            source = lora.path if lora is not None and lora.path is not None and "lora_" in name else model.path
+            return f"{said}, before any update: they come from {source}; copy or download its weights again"
+        return f"{said}, before any update: check the initialisation that model.config asks for"
+
+    @property
+    def _gentler(self) -> str:
+        lr = self._config.optimizer.lr or "the default of its class"
+        return f"lower optimizer.lr (now {lr}), lengthen optimizer.warmup_steps, or clip with optimizer.clip_norm"
+
     def _describe(self, step: int, loss: float, norm: float) -> str:
-        optimizer, values = self._config.optimizer, dict(zip(self._values, (loss, norm), strict=True))
+        values = dict(zip(self._values, (loss, norm), strict=True))
         in_a_row = f"{self._num_in_a_row} steps in a row were bad; " if self._num_in_a_row > 1 else ""
         spikes = f" ({text})" if (text := self._describe_spikes(values)) and self._verdict == _SPIKE else ""
         return (
-            f"{in_a_row}the loss of step {step} is {loss}, the norm of its gradient {norm}{spikes}; lower optimizer.lr "
-            f"(now {optimizer.lr or 'the default of its class'}), lengthen optimizer.warmup_steps, or clip with "
-            "optimizer.clip_norm; training.bad_numbers=skip or rollback goes on"
+            f"{in_a_row}the loss of step {step} is {loss}, the norm of its gradient {norm}{spikes}; "
+            f"{self._gentler}; training.bad_numbers=skip or rollback goes on"
         )

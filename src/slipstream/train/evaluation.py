@@ -12,7 +12,8 @@ import numpy as np
 import torch
 import yaml
 
-from slipstream.errors import SlipstreamError, path_hint, syntax_text
+from slipstream.checkpoint import describe_non_finite
+from slipstream.errors import NonFiniteError, SlipstreamError, path_hint, syntax_text
 from slipstream.foreign_text import parse_yaml, read_text
 from slipstream.launch import Progress
 from slipstream.model import MANY_TOKENS, check_length, load_config, longest_sequence
@@ -91,7 +92,10 @@ def evaluate_model(opened: OpenedModel, request: EvaluationRequest, progress: Pr
 
     def of_answers(path: str, what: str) -> list[Array]:
         with progress.counting(what, total=num_pairs) as show:
-            return log_probabilities(loaded(path), texts, BatchSize(1), show)
+            evaluator = loaded(path)
+            found = log_probabilities(evaluator, texts, BatchSize(1), show)
+        _check_finite(evaluator.pipe, float(sum(values.sum() for values in found)))
+        return found
 
     def chosen() -> Sequence[int]:
         return _chosen(sequences_of(texts, "none", config.training.seq_len, seed=None), config, progress)
@@ -298,7 +302,14 @@ def measure_text_loss(
         total, num_predicted = evaluator.sum_losses(
             (batch, batch.num_predicted) for batch in _batches(documents, room, show)
         )
+    _check_finite(evaluator.pipe, total)
     return TextLoss(num_tokens, num_predicted, total / max(num_predicted, 1))
+
+
+def _check_finite(pipe: Pipeline, found: float) -> None:
+    """Raises NonFiniteError, which names it, where a result isn't finite as a weight isn't."""
+    if not math.isfinite(found) and (weight := pipe.find_non_finite()) is not None:
+        raise NonFiniteError(f"the loss is {found}, as {describe_non_finite(weight)}; copy or download the model again")
 
 
 def _chosen(sequences: TrainingSequences, config: Config, progress: Progress) -> Sequence[int]:

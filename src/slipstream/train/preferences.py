@@ -16,6 +16,7 @@ from safetensors.numpy import save_file
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from slipstream.checkpoint import describe_non_finite
 from slipstream.errors import RankFailedError, SlipstreamError
 from slipstream.foreign_text import parse_json
 from slipstream.model import IGNORED
@@ -192,9 +193,10 @@ def load_with_reference(run: RunContext, pipe: Pipeline, resumes: bool) -> dict[
     for text in computed:
         if not np.isfinite(text).all():
             pair = int(np.flatnonzero(~np.isfinite(text.reshape(-1, 2)).all(1))[0])
+            weight = pipe.find_non_finite()
+            why = "give another --training.precision" if weight is None else describe_non_finite(weight)
             raise SlipstreamError(
-                f"before training, an answer of pair {pair + 1} has a log-probability that isn't finite; check "
-                "its weights, or give another --training.precision"
+                f"before training, an answer of pair {pair + 1} has a log-probability that isn't finite: {why}"
             )
     _write(run, values, _describe(config, texts))
     what = "answer" if section.is_rated else "pair"

@@ -72,7 +72,8 @@ class Trainer:
         # 4. Checkpoints of all that.
         rates = None if not by_step else settings.get("rates") if plan is None else self._pipe.rates
         self._state = RunState(run, self._pipe, self._scheduler, self._loss_scale, self._sequences, rates)
-        self._bad_steps = BadSteps(run, has_copies=run.world.size > self._pipe.axes["pp"].size)
+        has_copies = run.world.size > self._pipe.axes["pp"].size
+        self._bad_steps = BadSteps(run, self._pipe.find_non_finite, has_copies)
         self._parts = CheckpointedParts(self._pipe, optimizer, self._state, self._bad_steps, self._validator.history)
         self._state_check = StateCheck(run, self._parts.shards)
         if saved is not None:
