@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import stat
 import sys
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from slipstream.errors import SlipstreamError, did_you_mean, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 Level = Literal["debug", "info", "warning", "error"]
 LEVELS: tuple[Level, ...] = get_args(Level)
@@ -162,6 +164,22 @@ def make_console(stderr: bool = False) -> Console:
 
     is_terminal = (sys.stderr if stderr else sys.stdout).isatty()
     return Console(highlight=False, soft_wrap=True, stderr=stderr, force_interactive=None if is_terminal else False)
+
+
+_FILE_COLUMNS = 10_000  # where the output isn't a terminal: no cell is cut and no line broken
+_TRAILING = re.compile(r"(?: |\x1b\[[\d;]*m)+$", re.MULTILINE)  # blanks at a line's end, and ends of colours
+
+
+def print_table(table: Table) -> None:
+    """Prints a table, in a pipe or a file without the blanks that fill its cells up at the ends of lines."""
+    console = make_console()
+    if console.is_interactive:
+        console.print(table)
+        return
+    console.width = _FILE_COLUMNS
+    with console.capture() as capture:
+        console.print(table)
+    console.file.write(_TRAILING.sub(lambda match: match[0].replace(" ", ""), capture.get()))
 
 
 @contextmanager

@@ -268,7 +268,7 @@ def test_why_ranks_share_no_other_slices_and_experts(cluster: Path) -> None:
         chosen = getattr(found.best.configuration, choice)
         assert re.search(rf"{choice.replace('_', ' ')} \d instead of {chosen}", said)
     recurrent = "\n".join(reasons(slipstream.plan(HYBRIDS["lfm2"], cluster, **settings)))
-    assert "context parallel 1: model_type 'lfm2' can't be trained with cp=2" in recurrent
+    assert "context parallel 1: layer 0 carries a state" in recurrent
 
 
 def test_eight_bits_are_refused_even_where_a_description_has_their_rate(tmp_path: Path) -> None:

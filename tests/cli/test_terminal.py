@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import io
+import json
 import logging
 import os
 import pty
@@ -12,6 +13,7 @@ import select
 import shutil
 import struct
 import termios
+import time
 from pathlib import Path
 
 import pytest
@@ -156,7 +158,47 @@ def test_details_of_every_step_are_said_where_they_are_asked_for() -> None:
     with at_level("debug"), Progress(Console(file=file, width=200)).training(1000) as show:
         for step in range(1, 5):
             show(step, ["loss 2"])
-    assert file.getvalue().splitlines()[1:] == [f"step {step}/1000: loss 2" for step in range(1, 5)]
+    lines = file.getvalue().splitlines()[1:]
+    assert [line.partition("  ")[0] for line in lines] == [f"step {step}/1000: loss 2" for step in range(1, 5)]
+
+
+def test_a_pipe_is_told_the_time_that_is_left() -> None:
+    """It is that of the steps after the first, which is the slowest; there is none before one and at the end."""
+    file = io.StringIO()
+    with Progress(Console(file=file, width=200)).training(5, 1) as show:
+        time.sleep(1)
+        for step in range(2, 6):
+            show(step, ["loss 2"])
+            time.sleep(0.02)
+    left = [
+        re.fullmatch(r"step \d/5: loss 2(?:  (\d.\d) seconds left)?", line) for line in file.getvalue().splitlines()[1:]
+    ]
+    found = [None if match is None else match[1] for match in left]
+    assert found[0] is found[-1] is None
+    assert [float(seconds) < 1 for seconds in found[1:-1]] == [True, True]
+
+
+def test_tables_in_a_pipe_have_no_blanks_at_the_ends_of_lines_and_are_not_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "of-a-long-name" / ("x" * 200)
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({"model_type": "mamba", "num_hidden_layers": 2}))
+    for has_colours in (False, True):
+        if has_colours:
+            monkeypatch.setenv("FORCE_COLOR", "1")
+        ended = slipstream_command("check", folder)
+        assert ("\x1b[" in ended.stdout) == has_colours
+        lines = [_CONTROL.sub("", line) for line in ended.stdout.splitlines()]
+        assert len(lines) > 8
+        assert [line for line in lines if line != line.rstrip()] == []
+        (context,) = [line for line in lines if line.startswith("context parallelism")]
+        assert re.search(r"  1 rank: layer 0 carries a state from token to token.*in order$", context)
+        (experts,) = [line for line in lines if line.startswith("expert parallelism")]
+        assert "ep=" not in experts
+        assert "Leave it out" not in experts
+        (tensor,) = [line for line in lines if line.startswith("tensor parallelism")]
+        assert tensor.endswith("or train with tp=1.")  # a line of several hundred columns
 
 
 def test_what_the_package_logs_is_said_by_its_rank_where_details_are(capsys: pytest.CaptureFixture[str]) -> None:

@@ -40,18 +40,34 @@ def test_the_readme_is_short() -> None:
 
 def navigation() -> dict[str, list[str]]:
     """Returns the site's pages by their group."""
+    return {name: [page for _, page in entries] for name, entries in menu().items()}
+
+
+def menu() -> dict[str, list[tuple[str, str]]]:
+    """Returns the site's entries and their pages by their group."""
     lines = (ROOT / "mkdocs.yml").read_text().splitlines()
     begin = lines.index("nav:")
     end = next(i for i in range(begin + 1, len(lines)) if not lines[i].startswith(" "))
     groups = yaml.safe_load("\n".join(lines[begin:end]))["nav"]
     return {
-        name: [page for each in pages for page in each.values()] for group in groups for name, pages in group.items()
+        name: [entry for each in pages for entry in each.items()] for group in groups for name, pages in group.items()
     }
 
 
 def test_the_navigation_has_every_page_once() -> None:
     assert [*navigation()] == GROUPS
     assert sorted(chain(*navigation().values())) == [page.name for page in PAGES]
+
+
+def test_no_two_entries_of_the_menu_read_alike() -> None:
+    entries = [entry for entries in menu().values() for entry, _ in entries]
+    assert len({*entries}) == len(entries)
+
+
+def test_an_image_takes_nothing_along_that_git_leaves_out() -> None:
+    ignored = (ROOT / ".gitignore").read_text().split()
+    left_out = (ROOT / ".dockerignore").read_text().splitlines()
+    assert {".git", *ignored} <= {line.removeprefix("**/") for line in left_out}
 
 
 def test_the_lists_of_guides_share_an_order() -> None:

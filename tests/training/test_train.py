@@ -274,6 +274,19 @@ def test_bad_steps_of_replicas(config: Path, output: RunFolder, policy: str | No
     assert numbers_of(output) == list(range(1, 19))
 
 
+def test_the_last_validation_takes_the_place_of_one_right_before_it(config: Path, output: RunFolder) -> None:
+    """Those of eight steps are after every third and the last one; of seven, the one after the sixth is left out. The
+    lines in a pipe say how long a step takes, and how long those that are left will."""
+    few = ["--training.eval_every=3", "--training.export_every=0", "--sample.prompt=null", "--checkpoint.every=0"]
+    result = train(2, config, *few, "--training.steps=7")
+    assert result.returncode == 0, result.stderr
+    assert [line["step"] for line in validations_of(output)] == [3, 7]
+    assert re.search(r"step 4/7: .* tokens/s  [\d.]+ m?s a step  .* [\d.]+ \w+ left$", result.stdout, re.MULTILINE)
+    result = train(2, config, *few, "--training.steps=8", "--training.overwrite=true")
+    assert result.returncode == 0, result.stderr
+    assert [line["step"] for line in validations_of(output)] == [3, 6, 8]
+
+
 def test_a_model_that_is_not_finite_is_not_exported(config: Path, output: RunFolder) -> None:
     """The loss of its last step was, but the update after it overflows."""
     poisoned = ["--optimizer.lr=3e37", "--optimizer.warmup_steps=0", "--optimizer.weight_decay=10"]

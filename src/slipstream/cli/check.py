@@ -12,14 +12,12 @@ from typer import Argument, Exit
 
 from slipstream.cli.options import TrustRemoteCode
 from slipstream.foreign_text import parse_yaml, read_text
-from slipstream.terminal import make_console, spinner
+from slipstream.terminal import print_table, spinner
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from slipstream.planning.model_report import ModelReport
-
-_FILE_COLUMNS = 240  # where the output isn't a terminal: no line is broken
 
 
 def check(
@@ -41,11 +39,8 @@ def check(
         from slipstream.planning.plan_model import model_config
 
         report = report_on(model_config(model, trusts_code=remote_code))
-    console = make_console()
-    if not console.is_interactive:
-        console.width = _FILE_COLUMNS
     if report.kinds:
-        console.print(_layers(report))
+        print_table(_layers(report))
     file = Path(model)
     settings = parse_yaml(read_text(file)) or {} if file.suffix in (".yaml", ".yml") else {}
     is_run = "data" in settings
@@ -60,7 +55,7 @@ def check(
     with spinner("reading conversations"):
         for problem in _turns(file) if is_run and has_one else ():
             facts.add_row("turns", problem)
-    console.print(facts)
+    print_table(facts)
     if report.refusal or (is_run and not has_one):
         raise Exit(1)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Exit, Option
 
 from slipstream.cli.options import above_zero
-from slipstream.terminal import make_console, spinner
+from slipstream.terminal import print_table, spinner
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -53,14 +53,7 @@ def print_findings(found: Examination, as_json: bool) -> None:
         findings = [asdict(finding) for finding in found.findings]
         print(json.dumps({"can_train": found.can_train, "findings": findings}, indent=2))
         return
-    console = make_console()
-    if console.is_interactive:
-        console.print(_table(found.findings))
-        return
-    width = max(len(finding.topic) for finding in found.findings)
-    for finding in found.findings:  # a table would break long lines
-        for topic, text, _ in _lines(finding):
-            print(f"{topic:{width}}  {text}")
+    print_table(_table(found.findings))
 
 
 def complain(found: Examination) -> None:

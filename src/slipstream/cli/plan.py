@@ -11,7 +11,7 @@ from typer import Argument, Option
 
 from slipstream.cli.options import Overwrite, above_zero, check_new_file, count, listed
 from slipstream.errors import SlipstreamError
-from slipstream.terminal import make_console, spinner
+from slipstream.terminal import make_console, print_table, spinner
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from slipstream.planner import Plan
 
 _List = str | None
-_FILE_COLUMNS = 240  # where the output isn't a terminal: no cell is cut
 
 
 def _choices(what: str, *names: str) -> Any:
@@ -193,8 +192,6 @@ def _print(plan: Plan) -> None:
     from slipstream.units import plural
 
     console = make_console()
-    if not console.is_interactive:
-        console.width = _FILE_COLUMNS
 
     def say(text: str = "") -> None:
         console.print(text, markup=False)
@@ -204,14 +201,14 @@ def _print(plan: Plan) -> None:
     say(f"{plan.model} on {plan.cluster}, {plural(plan.num_devices, 'device')}")
     for note in plan.trained:
         say(note)
-    console.print(plans)
+    print_table(plans)
     if shared:
         say(shared_text(shared))
     say("Computed, not measured: each step was simulated. " + legend_text(shared))
     for line in cut_lines(plan.best):
         say(line)
     say()
-    console.print(memory)
+    print_table(memory)
     say()
     for index, line in enumerate(reasons(plan)):
         say(("why:  " if index == 0 else "      ") + line)

@@ -10,7 +10,7 @@ from typer import Argument, Option
 from slipstream.cli.options import above_zero, count
 from slipstream.cli.train import allow_open_files
 from slipstream.errors import SlipstreamError
-from slipstream.terminal import make_console
+from slipstream.terminal import make_console, print_table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -75,8 +75,8 @@ def profile(
     )
     measured = measure_profile(load_model_config(section), settings, ranks, device, shared.degrees)
     measured.save(output)
+    print_table(_table(measured))
     console = make_console()
-    console.print(_table(measured))
     for line in _remarks(measured):
         console.print(line, markup=False)
     console.print(f"wrote {output}", markup=False)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.errors import printable
 from slipstream.terminal import shows
-from slipstream.units import plural
+from slipstream.units import long_duration_text, plural
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -85,7 +85,7 @@ class Progress:
 
         The caller gets a function of the step and its figures, those that are watched most first: as many of them are
         shown as the terminal is wide. Without a terminal, a line at the first step, at the last, at every twentieth
-        part and every minute; at the level debug one at each.
+        part and every minute, with the time left from the second step on; at the level debug one at each.
 
         Args:
             num_steps: of the whole run.
@@ -99,7 +99,7 @@ class Progress:
                 return Text.assemble(super().render(task), " left")
 
         columns = BarColumn(None), TextColumn("{task.fields[state]}"), TimeLeft()
-        said, latest = time.monotonic(), ""
+        said, latest, began = time.monotonic(), "", 0.0
         with self._bars(*columns) as bars:
             task = bars.add_task("training", total=num_steps, completed=done, state="the first step is the slowest")
             if bars.disable:
@@ -109,14 +109,16 @@ class Progress:
                 )
 
             def show(step: int, figures: Sequence[str]) -> None:
-                nonlocal said, latest
+                nonlocal said, latest, began
+                now = time.monotonic()
+                began = began or now  # without the first step, which is the slowest
                 latest = f"step {step}/{num_steps}: {'  '.join(figures)}"
                 state = f"{step}/{num_steps}  {_as_many_as_fit(figures, self._room_beside(step, num_steps))}"
                 bars.update(task, completed=step, state=state)
                 is_due = step in (done + 1, num_steps) or step % max(1, num_steps // 20) == 0
-                if bars.disable and (is_due or shows("debug") or time.monotonic() - said > _LONGEST_SILENCE):
-                    said = time.monotonic()
-                    self.say(latest)
+                if bars.disable and (is_due or shows("debug") or now - said > _LONGEST_SILENCE):
+                    said = now
+                    self.say(latest + _time_left(step - done - 1, num_steps - step, now - began))
 
             yield show
         if latest and (self._has_bars or not shows("info")):  # the bar is gone, or there was none
@@ -138,6 +140,11 @@ class Progress:
             disable=not self._has_bars,
             speed_estimate_period=_SPEED_PERIOD,
         )
+
+
+def _time_left(num_timed: int, num_left: int, seconds: float) -> str:
+    """Returns the end of a line on the time of the steps that are left, by the `seconds` of those that were timed."""
+    return f"  {long_duration_text(num_left * seconds / num_timed)} left" if num_timed > 0 and num_left else ""
 
 
 def _as_many_as_fit(figures: Sequence[str], width: int) -> str:

@@ -40,15 +40,17 @@ def num_experts_of(model: nn.Module) -> dict[str, int]:
     return {parse_name(f"{name}.weight").layer: int(module.num_experts) for name, module in expert_modules(model)}
 
 
+def without_experts(model_type: str) -> str:
+    """Returns why the experts of a model without any can't be spread."""
+    return f"{model_type!r} has no experts that can be spread, whose weights a layer holds together"
+
+
 def check_experts(model: nn.Module, model_type: str, size: int) -> None:
     """Raises SlipstreamError where the experts of a whole model, which may be on the meta device, can't be spread over
     `size` ranks."""
     counts, option = num_experts_of(model), f"ep={size}"
     if not counts:
-        raise SlipstreamError(
-            f"{option}: {model_type!r} has no experts that can be spread, whose weights a layer holds together. Leave "
-            "it out."
-        )
+        raise SlipstreamError(f"{option}: {without_experts(model_type)}. Leave it out.")
     for name, _ in expert_modules(model):
         if "." in parse_name(f"{name}.weight").rest.replace("base_layer.", ""):
             raise SlipstreamError(

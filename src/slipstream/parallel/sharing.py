@@ -44,7 +44,7 @@ from slipstream.model.toy import (
 )
 from slipstream.options import Degrees, Parallelism
 from slipstream.parallel.context import SliceExchange, check_heads
-from slipstream.parallel.experts import ExpertParallel, check_experts, num_experts_of
+from slipstream.parallel.experts import ExpertParallel, check_experts, num_experts_of, without_experts
 from slipstream.parallel.mesh import Ranks
 from slipstream.parallel.rank_group import RankGroup
 from slipstream.parallel.tensor import (
@@ -128,7 +128,9 @@ class PossibleRanks(NamedTuple):
     besides: str = ""  # what else is possible
 
     def __str__(self) -> str:
-        return self.refusal or f"{', '.join(map(str, self.numbers))} ranks{self.besides}"
+        if self.refusal:
+            return f"1 rank: {self.refusal}"
+        return f"{', '.join(map(str, self.numbers))} rank{'s' if len(self.numbers) > 1 else ''}{self.besides}"
 
 
 def possible_sharing(config: PretrainedConfig, anatomy: ModelAnatomy) -> dict[str, PossibleRanks]:
@@ -136,13 +138,18 @@ def possible_sharing(config: PretrainedConfig, anatomy: ModelAnatomy) -> dict[st
     text, model = config.get_text_config(), meta_model(config)
     heads = 2 if getattr(text, "is_heterogeneous", False) else getattr(text, "num_attention_heads", 2)  # layers differ
     divisors = [ranks for ranks in range(2, min(heads, _MOST_RANKS) + 1) if heads % ranks == 0]
-    most = max(num_experts_of(model).values(), default=2)
-    slices = _possible([2], lambda ranks: _check_slices(config, Degrees(context=ranks), "auto"))
+    experts = num_experts_of(model)
+    spread = PossibleRanks((1,), without_experts(config.model_type))
+    if experts:
+        spread = _possible(
+            range(2, max(experts.values()) + 1), lambda ranks: check_experts(model, config.model_type, ranks)
+        )
+    problem = _slices_problem(config, Degrees(context=2), "auto")
     by_keys = PossibleRanks((1, *divisors), besides=" by heads for tokens, those of tp included; any number by keys")
     return {
-        "context": slices if slices.refusal else by_keys,
+        "context": PossibleRanks((1,), problem) if problem else by_keys,
         "tensor": _possible(divisors, lambda ranks: find_tensor_plan(model, config, ranks, anatomy)),
-        "experts": _possible(range(2, most + 1), lambda ranks: check_experts(model, config.model_type, ranks)),
+        "experts": spread,
     }
 
 
@@ -171,12 +178,21 @@ def _tensor_plan(
 
 
 def _check_slices(config: PretrainedConfig, degrees: Degrees, kind: str) -> None:
-    """Checks that ranks can share every slice, each with some of its tokens, by a toy of the architecture; `kind` is
-    their exchange, as `parallel.context_exchange` has it.
+    """Checks that ranks can share every slice, each with some of its tokens; `kind` is their exchange, as
+    `parallel.context_exchange` has it.
 
     Raises SlipstreamError where its layers exchange more between tokens than attention does, or where heads are to be
     exchanged that don't divide.
     """
+    if problem := _slices_problem(config, degrees, kind):
+        raise SlipstreamError(
+            f"model_type {config.model_type!r} can't be trained with cp={degrees.context}, where ranks share every "
+            f"slice: {problem}. Use cp=1, and more of pp, dp or tp."
+        )
+
+
+def _slices_problem(config: PretrainedConfig, degrees: Degrees, kind: str) -> str:
+    """Returns why ranks can't share every slice, by a toy of the architecture; "" where they can."""
     heads = getattr(config.get_text_config(), "num_attention_heads", None)
     try:
         if kind == "heads" and isinstance(heads, int):
@@ -191,10 +207,8 @@ def _check_slices(config: PretrainedConfig, degrees: Degrees, kind: str) -> None
                 stage.compute(piece, (), store)
     except Exception as error:  # or the model's own code
         reason = str(error) if isinstance(error, SlipstreamError) else toy_failure(config, error)
-        raise SlipstreamError(
-            f"model_type {config.model_type!r} can't be trained with cp={degrees.context}, where ranks share every "
-            f"slice: {reason.removesuffix('.')}. Use cp=1, and more of pp, dp or tp."
-        ) from error
+        return reason.removesuffix(".")
+    return ""
 
 
 _INTERMEDIATE_SIZES = (

@@ -31,9 +31,12 @@ class Validator:
         self.history = LossHistory(config.checkpoint.keep_best, training.patience, unit)
 
     def is_due(self, step: int, last: int) -> bool:
-        """Returns whether there is a validation after a step, and it hasn't been; `last` is the run's last step."""
+        """Returns whether there is a validation after a step, and it hasn't been; `last` is the run's last step, whose
+        validation takes the place of one that is nearer than half of `training.eval_every` before it."""
         every = self._config.training.eval_every
-        return every > 0 and (step % every == 0 or step == last) and not self.history.has(step)
+        if every == 0 or self.history.has(step):
+            return False
+        return step == last or (step % every == 0 and 2 * (last - step) >= every)
 
     def validate(self, step: int) -> tuple[ValidationRecord, bool]:
         """Measures the model after a step; returns its record, and whether no validation before was as good.

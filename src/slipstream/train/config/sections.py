@@ -156,7 +156,8 @@ class TrainingSection(Record):
     """Adds noise to embeddings in training, of up to this over the square root of `seq_len` times the model's width
     (NEFTune, Jain et al. 2023); 5 to 15 are usual. It is the same for every slicing and every split of the layers."""
     eval_every: int = Field(default=0, ge=0)
-    """Steps between validations; there is also one at the end. 0 for none."""
+    """Steps between validations; there is also one at the end, in place of one that would be nearer to it than half of
+    these steps. 0 for none."""
     patience: PositiveInt | None = None
     """Early stopping: end the run after this many validations in a row without an improvement; null for never."""
     eval_batches: PositiveInt | None = None

@@ -30,7 +30,7 @@ from slipstream.timeline import Cause, Timeline, idle_by_cause
 from slipstream.train.metrics.flops import RunFigures, StepFigures
 from slipstream.train.preferences import describe_rewards
 from slipstream.train.run_folder import RunFolder, read_lines
-from slipstream.units import bytes_text
+from slipstream.units import bytes_text, seconds_text
 from slipstream.version import __version__
 
 _PHASE = {
@@ -159,6 +159,7 @@ class StepRecord:
     def texts(self) -> list[str]:
         """Returns the figures next to the bar, the most watched first: a narrow terminal has no room for the last."""
         parts = [f"loss {self.loss:.3f}", f"{self.tokens_per_second:,.0f} tokens/s"]
+        parts.append(f"{seconds_text(self.step_seconds)} a step")
         if self.rewards is not None:
             parts.append(describe_rewards(self.rewards))
         parts += [f"norm {self.grad_norm:.3g}", f"lr {self.lr:.2g}"]
