@@ -57,6 +57,7 @@ def test_a_training_configuration_whose_ranks_share_layers(tmp_path: Path) -> No
         ({"seq_len": 64, "model": "/no"}, "no model at '/no'"),
         ({"seq_len": 64, "tp": 3}, "attention heads"),
         ({"seq_len": 4096}, "positions"),
+        ({"seq_len": 64, "budget": 1e-6}, r"too few for a fit: type --budget=10 \(it was 1e-06 s\), or a shorter"),
     ],
 )
 def test_bad_input_starts_nothing(

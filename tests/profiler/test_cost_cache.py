@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from transformers import PretrainedConfig
 
 from slipstream.cost import OPS, Profile, StateBytes
+from slipstream.errors import SlipstreamError
 from slipstream.model import find_anatomy
 from slipstream.options import Parallelism
 from slipstream.parallel import Ranks
@@ -136,6 +138,41 @@ def test_a_busy_machine_is_measured_again_and_what_stays_disturbed_is_not_kept(
     assert costs(lines).disturbed == 0.3
     assert "not kept" in lines[-1]
     assert [*cache.iterdir()] == []
+
+
+@pytest.mark.parametrize(
+    ("seconds", "disturbances", "said"),
+    [
+        (0.0, [0.4, 0.3], ["40% of the measuring: measuring again", "30% of the measuring: the costs are used"]),
+        (0.6, [0.4], ["40% of the measuring: the costs are used, but not kept"]),
+    ],
+)
+def test_all_attempts_together_take_the_budget_and_a_busy_machine_can_be_declared(
+    seconds: float, disturbances: list[float], said: list[str], profile: Profile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second attempt has what is left of it, and isn't made with less than half; the share that is told rises."""
+    budgets, shares, lines = list[float](), list[float](), list[str]()
+
+    def profiled(
+        _: object, settings: ProfileSettings, __: object, ___: object, tell: Callable[[float], None], *____: object
+    ) -> Profile:
+        budgets.append(settings.budget)
+        tell(0.5)
+        time.sleep(seconds)
+        return replace(profile, disturbed=disturbances[len(budgets) - 1])
+
+    monkeypatch.setattr(cost_cache, "profile_model", profiled)
+    find_costs(llama(), replace(SETTINGS, budget=1.0), CPU, Ranks.of(), lines.append, shares.append)
+    assert len(budgets) == len(disturbances)
+    assert all(0.5 < budget <= 1 for budget in budgets)
+    assert shares == sorted(shares)
+    assert [words for words, line in zip(said, lines, strict=True) if words not in line] == []
+    assert "Where others always use them, set SLIPSTREAM_SHARED_CORES=1" in lines[-1]
+
+
+def test_a_machine_on_which_nothing_can_be_measured_is_told_what_to_set() -> None:
+    with pytest.raises(SlipstreamError, match=r"too few for a fit in 1e-06 s; set SLIPSTREAM_SHARED_CORES=1 where"):
+        find_costs(llama(), replace(SETTINGS, budget=1e-6), CPU, Ranks.of())
 
 
 def test_a_folder_that_cannot_be_written_costs_a_line_only(

@@ -18,6 +18,7 @@ from slipstream.profile.measurement_run import (
     MeasurementRun,
     MeasuringTeams,
     TimeBudget,
+    TooLittleTimeError,
     make_grid,
     make_short_grid,
 )
@@ -141,6 +142,24 @@ def test_the_grid_ends_where_a_round_of_it_would_take_too_long(
     expected = grid.points[:12]
     measured(bench, grid, budget=100.0)
     assert grid.points == expected
+
+
+def test_rounds_end_with_the_budget_however_little_the_samples_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two rounds are the fewest, where a machine has become busy after the warming up."""
+    points = [(64, 64 * context) for context in range(8)]
+    bench = CountingBench(noisy=tuple(points))
+    monkeypatch.setattr(measurement_run, "time", SimpleNamespace(perf_counter=lambda: 10 * len(bench.ran)))
+    assert measured(bench, MeasurementGrid(points), budget=100.0, repeats=6).rounds == 2
+
+
+def test_a_budget_that_is_too_small_says_how_many_seconds_would_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    points = [(64 * number, 0) for number in range(1, 20)]
+    bench = CountingBench()
+    monkeypatch.setattr(measurement_run, "time", SimpleNamespace(perf_counter=lambda: 5 * len(bench.warm)))
+    with pytest.raises(TooLittleTimeError, match="spent after 4 of 19 points") as error:
+        measured(bench, MeasurementGrid(points), budget=20.0)
+    bench.warm.clear()
+    assert len(measured(bench, MeasurementGrid(points), budget=error.value.budget).grid.points) >= 8
 
 
 def test_a_length_that_would_take_too_long_is_not_even_warmed_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 from slipstream.profile.cost_cache import find_costs, newest_costs
 from slipstream.profile.counting import count_model
-from slipstream.profile.measurement_run import FIT_TOLERANCE
+from slipstream.profile.measurement_run import FIT_TOLERANCE, TooLittleTimeError
 from slipstream.profile.profile_run import (
     ProfileSettings,
     identify_hardware,

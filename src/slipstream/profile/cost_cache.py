@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import time
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -21,11 +22,18 @@ from slipstream.errors import SlipstreamError
 from slipstream.kept_files import cache_folder, replaced_file
 from slipstream.parallel import Ranks
 from slipstream.profile.link_measurement import measure_link
+from slipstream.profile.measurement_run import TooLittleTimeError
 from slipstream.profile.profile_run import ProfileSettings, identify_hardware, identify_model, profile_model, versions
 
 _ATTEMPTS = 2
+_LEAST_LEFT = 0.5  # of the budget, with which a second attempt is made: one of less would be too coarse
 _SHARED = "SLIPSTREAM_SHARED_CORES"
 _ROUNDS_OF_SHARED = 3  # at most: on shared cores, samples may not agree however many there are
+_ALWAYS = f"Where others always use them, set {_SHARED}=1: then costs are measured once, in few rounds, and kept"
+_UNMEASURED = (
+    f"set {_SHARED}=1 where other programs always use the cores, or give pipeline.schedule=1f1b (schedule='1f1b' of a "
+    "Pipeline), for which nothing is measured"
+)
 # The profiles that this process has measured and doesn't keep: meshes are compared, and the best one planned, by one.
 _disturbed: dict[Path, Profile] = {}
 
@@ -95,17 +103,24 @@ def find_costs(
     """Returns the kept profile, or measures one on all ranks at the same time and keeps it. Collective.
 
     `say` gets a line, on the leader, where something is measured again: a profile of other versions, or one during
-    which another program used the cores. A profile that was disturbed twice is used but not kept. Where ranks share
-    their cores all the time, it is measured once, in few rounds, and kept. `on_progress` is called, on the leader, with
-    the share of the settings' budget that is spent. `link` has the times of messages between these ranks, if they were
-    measured.
+    which another program used the cores. A profile that was disturbed twice, or once with little of the budget left, is
+    used but not kept. Where ranks share their cores all the time, it is measured once, in few rounds, and kept.
+    `on_progress` is called, on the leader, with the share of the settings' budget that is spent. `link` has the times
+    of messages between these ranks, if they were measured.
+
+    Raises SlipstreamError where the budget, which is that of all attempts together, doesn't do for one.
     """
     cache = CostCache.of(config, settings, device, ranks)
     cached: Profile | None = ranks.run_on_leader(lambda: _disturbed.get(cache.path) or cache.find(say))
     has_link = cached is not None and cached.link is not None and (cached.link.points or ranks.pipeline.size == 1)
     if cached is not None and (has_link or ranks.world.size == 1):
         return cached
-    tell = on_progress if ranks.leads else lambda share: None
+    began, spent = time.perf_counter(), 0.0  # the share of the budget
+
+    def tell(share: float) -> None:
+        if ranks.leads:
+            on_progress(min(1.0, spent + (1 - spent) * share))
+
     profiles: list[Profile] = []
     share_cores: bool = ranks.run_on_leader(lambda: _share_cores(ranks))
     if share_cores:
@@ -113,13 +128,22 @@ def find_costs(
     for attempt in range(_ATTEMPTS):
         is_kept, apart = link and not attempt, settings.parallel.sequence_parallel
         between = link if is_kept else measure_link(device, ranks, apart, few_repeats=share_cores)
-        profiles.append(_leaders(profile_model(config, settings, device, between, tell, ranks), ranks))
+        left = replace(settings, budget=(1 - spent) * settings.budget)
+        try:
+            profiles.append(_leaders(profile_model(config, left, device, between, tell, ranks), ranks))
+        except TooLittleTimeError as error:
+            if not profiles:
+                raise SlipstreamError(f"{error} in {settings.budget:g} s; {_UNMEASURED}") from error
+            break
         if share_cores or not profiles[-1].is_disturbed:
             break
+        spent = ranks.broadcast(min(1.0, (time.perf_counter() - began) / settings.budget))
+        last = attempt == _ATTEMPTS - 1 or 1 - spent < _LEAST_LEFT
         if ranks.leads:
-            last = attempt == _ATTEMPTS - 1
-            next_step = "the costs are used, but not kept" if last else "measuring again"
+            next_step = f"the costs are used, but not kept. {_ALWAYS}" if last else "measuring again"
             say(f"another program used the cores for {profiles[-1].disturbed:.0%} of the measuring: {next_step}")
+        if last:
+            break
     best = min(profiles, key=lambda profile: profile.disturbed)
     if ranks.leads and best.is_disturbed and not share_cores:
         _disturbed[cache.path] = best

@@ -9,7 +9,7 @@ from collections import ChainMap, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, pairwise, product, zip_longest
-from math import sqrt
+from math import ceil, sqrt
 from typing import Any, TypeVar
 
 from slipstream.cost import (
@@ -207,7 +207,7 @@ def _filling(has: list[Item], seconds: Mapping[Item, float], room: float) -> lis
 
 FIT_TOLERANCE = 0.02  # TeraPipe's mean relative error
 _FEWEST_SAMPLES = 2  # of a point, where they agree
-_LEAST_REPEATS = 3  # of points whose samples don't agree, however little time is left
+_LEAST_REPEATS = 3  # of points whose samples don't agree, unless all of the time is spent
 _NOTABLE = 0.1  # of a point's longest op: one of another op or stage that takes less may differ from sample to sample
 _STEADY = 0.05  # the relative difference of the quartiles of a point, above which it is measured again
 _FURTHER_ROUNDS = 3
@@ -218,6 +218,18 @@ _GRID_SHARE = 0.7  # of the budget, the rest is for refinements
 _FEWEST_POINTS = 8
 _Samples = dict[tuple[int, SlicePoint], dict[Op, list[float]]]  # by stage and point
 _Sizes = dict[tuple[int, int], tuple[int, ActionBytes]]  # by stage and length: of activations, and of actions
+
+
+class TooLittleTimeError(SlipstreamError):
+    """The budget ended before enough points were measured for a fit. Every rank raises it.
+
+    Attributes:
+        budget: the seconds that would probably do, a round number.
+    """
+
+    def __init__(self, reached: int, num_points: int, needed: float) -> None:
+        super().__init__(f"the budget is spent after {reached} of {num_points} points, too few for a fit")
+        self.budget = max(10, 10 * ceil(needed / 10))
 
 
 class TimeBudget:
@@ -322,10 +334,8 @@ class MeasurementRun:
             self._warm(point[0])
             reached.append(point)
         if len(reached) < min(_FEWEST_POINTS, len(points)):
-            raise SlipstreamError(
-                f"the budget is spent after {len(reached)} of {len(points)} points, too few for a fit. Give more "
-                "time, or a shorter sequence or longest slice."
-            )
+            needed = sum(self._seconds(length) for length, _ in points[:_FEWEST_POINTS]) / share
+            raise TooLittleTimeError(len(reached), len(points), self.budget.ranks.broadcast(needed))
         self.grid.fitted = [point for point in self.grid.fitted if point in reached]
         self.grid.held_out = [point for point in self.grid.held_out if point in reached]
 
@@ -354,6 +364,8 @@ class MeasurementRun:
             if repeat >= _FEWEST_SAMPLES:
                 points = self.budget.ranks.broadcast(self._doubtful(points))
             if not points or (repeat >= _LEAST_REPEATS and not self.budget.within(share)):
+                break
+            if repeat >= _FEWEST_SAMPLES and not self.budget.within(1.0):
                 break
             self._round(points)
 
