@@ -444,7 +444,7 @@ def test_a_plan_with_sharded_parameters_is_trained(
             "Choose from 1, or leave it out",
         ),
         ({"dtype": "float16"}, "dtype='float16' has no peak on small: use bfloat16, float32"),
-        ({"dtype": "fp8"}, "dtype='fp8' has no peak"),
+        ({"dtype": "fp8"}, "can't be trained in dtype='fp8', nor planned: choose float32, bfloat16 or float16"),
         ({"schedule": "1f2b"}, "schedule='1f2b' isn't known; did you mean '1f1b'"),
         ({"recompute": "half"}, "recompute='half' isn't known. Choose one of none, selective, full, stage"),
         ({"tensor_parallel": "two"}, "--tensor-parallel=two can't be read"),

@@ -115,6 +115,10 @@ def generate(
     chat: Annotated[
         bool, Option("--chat", help="Print what the assistant answers to PROMPT, by the model's chat template.")
     ] = False,
+    chat_template: Annotated[
+        str | None,
+        Option(help="With --chat: a chat template by name, such as chatml, or its file. Default: the model's own."),
+    ] = None,
     best: Best = False,
     remote_code: TrustRemoteCode = False,
 ) -> None:
@@ -122,12 +126,14 @@ def generate(
 
     For a run, uses its exported model, else its newest checkpoint. Runs in one process.
     """
+    if chat_template is not None and not chat:
+        raise SlipstreamError(f"--chat-template={chat_template} is for a chat; add --chat, or leave it out")
     import torch
 
     from slipstream.launch import Progress
     from slipstream.train.export import TextWriter, opened_model
 
     with opened_model(model, remote_code, Progress(make_console(stderr=True)), best) as opened:
-        writer = TextWriter.load(opened, "cuda" if torch.cuda.is_available() else "cpu")
+        writer = TextWriter.load(opened, "cuda" if torch.cuda.is_available() else "cpu", chat_template)
         writer.check(prompt, max_new_tokens, chat)
         print(writer.write(prompt, max_new_tokens, temperature, seed, chat))

@@ -124,7 +124,10 @@ class Device:
     def _peak(self, dtype: str) -> float:
         if dtype not in self.flops:
             known = ", ".join(self.flops)
-            raise SlipstreamError(f"dtype={dtype!r} has no peak on {self.name}: use {known}, or add flops.{dtype}.")
+            raise SlipstreamError(
+                f"dtype={dtype!r} has no peak on {self.name}: use {known}, or add its FLOP/s to "
+                f"device.flops in a cluster file of your own."
+            )
         return self.flops[dtype]
 
     @property

@@ -42,7 +42,8 @@ def load_config(path: str) -> PretrainedConfig:
         raise SlipstreamError(
             f"{path!r} comes with Python code of its own ({', '.join(code)}), which transformers would run to make the "
             "model. That code can do whatever you can on this machine and on every rank: read it first. To allow it, "
-            "set model.trust_remote_code: true in the configuration, give a command --trust-remote-code, or "
+            "set model.trust_remote_code: true in a training configuration, give --trust-remote-code to check, init, "
+            "export, eval or generate, or "
             f"call slipstream.trust_remote_code({path!r}) in your own loop."
         )
     try:

@@ -208,10 +208,11 @@ def _analytic_source(
             raise SlipstreamError(f"dtype={dtype!r}, but the model was counted in {model.dtype}: count it again.")
         return AnalyticSource(model, described, "counted model")
     dtype = dtype or _DTYPE
+    torch_dtype = _torch_dtype(dtype)
     described.device.matmul_flops(dtype)  # raises where the dtype has no peak, before the model is counted
     config = model_config(model, seq_len)
     trained = _trained_weights(config, freeze, lora, lora_base_precision)
-    count = count_model(config, seq_len, _torch_dtype(dtype), trained, fused)
+    count = count_model(config, seq_len, torch_dtype, trained, fused)
     shares_tokens = len(find_anatomy(config).after) <= _NORM_AND_HEAD
     refusals: dict[str, str] = {}
     if described.num_devices > 1:

@@ -307,16 +307,17 @@ class TextWriter:
 
     model: Any  # transformers.PreTrainedModel
     tokenizer: Any  # transformers.PreTrainedTokenizerBase
+    chat_template: str | None = None  # a file or a name; None: the tokenizer's own
 
     @classmethod
-    def load(cls, opened: OpenedModel, device: str = "cpu") -> TextWriter:
+    def load(cls, opened: OpenedModel, device: str = "cpu", chat_template: str | None = None) -> TextWriter:
         """Loads the weights. Raises SlipstreamError where they can't be loaded."""
         try:
             with quiet_transformers():
                 model = AutoModelForCausalLM.from_pretrained(opened.path, trust_remote_code=opened.trusts_code)
         except (OSError, ValueError, SafetensorError) as error:
             raise SlipstreamError(f"can't load the model {opened.path}: {error}") from error
-        return cls(model.to(device), opened.tokenizer)
+        return cls(model.to(device), opened.tokenizer, chat_template)
 
     def check(self, prompt: str, max_new_tokens: int, is_chat: bool = False) -> None:
         """Raises SlipstreamError where the prompt has no tokens, or the text may become longer than the model takes."""
@@ -339,8 +340,9 @@ class TextWriter:
     def _tokens(self, prompt: str, is_chat: bool) -> list[int]:
         """Returns the tokens of a prompt, or of a chat in which a user says it and the assistant is to answer.
 
-        Raises SlipstreamError where the tokenizer has no chat template.
+        Raises SlipstreamError where there is no chat template.
         """
         if is_chat:
-            return ChatTemplate(self.tokenizer).tokens([{"role": "user", "content": prompt}], prompt=True)
+            template = ChatTemplate(self.tokenizer, self.chat_template, "--chat-template")
+            return template.tokens([{"role": "user", "content": prompt}], prompt=True)
         return list(self.tokenizer(prompt)["input_ids"])

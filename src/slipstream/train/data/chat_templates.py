@@ -93,24 +93,28 @@ _NO_THOUGHTS = re.compile(r"(^|<think>)\s*</think>")
 _MARKS_TURNS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
-def check_template(given: Path | str | None) -> None:
-    """Raises SlipstreamError where `data.chat_template` is neither a name nor a file."""
+_OPTION = "--data.chat_template"
+
+
+def check_template(given: Path | str | None, option: str = _OPTION) -> None:
+    """Raises SlipstreamError where a template, given by an option, is neither a name nor a file."""
     if given is None or str(given) in NAMED_TEMPLATES or Path(given).is_file():
         return
     named = did_you_mean(str(given), NAMED_TEMPLATES).removeprefix("; ")
     near = path_hint(given) if named == "." else f" ({named})"
     raise SlipstreamError(
-        f"data.chat_template={given} is neither a file here nor one of {', '.join(NAMED_TEMPLATES)}{near}; leave it "
-        "out for the tokenizer's own, or give the file of a template, such as --data.chat_template=chat.jinja"
+        f"{option.removeprefix('--')}={given} is neither a file here nor one of {', '.join(NAMED_TEMPLATES)}{near}; "
+        f"leave it out for the tokenizer's own, or give the file of a template, such as {option}=chat.jinja"
     )
 
 
 class ChatTemplate:
     """The chat template of a tokenizer, or one of a file or a name, which becomes the tokenizer's."""
 
-    def __init__(self, tokenizer: Any, given: Path | str | None = None) -> None:
-        """`given` is a file, or a name. Raises SlipstreamError where there is none, or the file can't be read."""
-        check_template(given)
+    def __init__(self, tokenizer: Any, given: Path | str | None = None, option: str = _OPTION) -> None:
+        """`given`, as the value of `option`, is a file or a name. Raises SlipstreamError where there is none, or the
+        file can't be read."""
+        check_template(given, option)
         self._tokenizer = tokenizer
         if (named := NAMED_TEMPLATES.get(str(given))) is not None:
             tokenizer.chat_template = named.text
@@ -120,17 +124,17 @@ class ChatTemplate:
             except (OSError, UnicodeDecodeError) as error:
                 names = ", ".join(NAMED_TEMPLATES)
                 raise SlipstreamError(
-                    f"can't read data.chat_template={given}: {error}; give a file, or one of {names}"
+                    f"can't read {option}={given}: {error}; give a file, or one of {names}"
                 ) from error
         template = tokenizer.chat_template
         if isinstance(template, dict):
             template = template.get("default")
         if template is None:
+            others = ", ".join(name for name in NAMED_TEMPLATES if name != "chatml")
             raise SlipstreamError(
                 "the tokenizer has no chat template, which turns messages into text; name one with "
-                f"--data.chat_template=chatml (or {', '.join(name for name in NAMED_TEMPLATES if name != 'chatml')}), "
-                "give the file of one with --data.chat_template=chat.jinja, or name an instruct model's with "
-                "--data.tokenizer=..."
+                f"{option}=chatml (or {others}), or give the file of one with {option}=chat.jinja"
+                + (", or name an instruct model's with --data.tokenizer=..." if option.startswith("--data.") else "")
             )
         self._marks_turns = _MARKS_TURNS.search(template) is not None
 

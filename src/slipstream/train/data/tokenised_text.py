@@ -254,8 +254,8 @@ def load_tokenizer(name: str, trusts_code: bool = False, instead: str = _ANOTHER
             raise SlipstreamError(
                 f"the tokenizer of {name!r} comes with Python code of its own, which transformers would run. That code "
                 "can do whatever you can on this machine: read it first. To allow it, set model.trust_remote_code: "
-                "true where it is the model's own, without data.tokenizer, give a command --trust-remote-code, or name "
-                "another with --data.tokenizer=..."
+                "true where it is the model's own, without data.tokenizer, give --trust-remote-code to check, init, "
+                "export, eval or generate, or name another with --data.tokenizer=..."
             ) from error
         reason = str(error).partition("\n")[0]
         if Path(name).is_dir():
