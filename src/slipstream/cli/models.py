@@ -117,7 +117,7 @@ def generate(
     ] = False,
     chat_template: Annotated[
         str | None,
-        Option(help="With --chat: a chat template by name, such as chatml, or its file. Default: the model's own."),
+        Option(help="With --chat: the name of a chat template, such as chatml, or its file. Default: the model's own."),
     ] = None,
     best: Best = False,
     remote_code: TrustRemoteCode = False,
