@@ -195,9 +195,12 @@ def check_saved_model(folder: Path, config: PretrainedConfig) -> str:
     """Checks by the headers of its files that a folder has the weights of the causal LM of `config`, which may have
     more tokens. Returns a warning about those that it has in addition, or "".
 
-    Raises SlipstreamError for missing or damaged files, and for weights that aren't there or have another shape.
+    Raises SlipstreamError for missing or damaged files, for weights that aren't there or have another shape, and for a
+    configuration of which no model can be made.
     """
-    return check_weight_files(folder, _as_saved(config, str(folder)), _whole_class(config))
+    saved = _as_saved(config, str(folder))
+    meta_model(saved)  # raises where the architecture can't be made at all
+    return check_weight_files(folder, saved, _whole_class(config))
 
 
 def whole_pretrained_model(
