@@ -229,8 +229,8 @@ def test_phases_of_a_measured_step_add_up() -> None:
 
 
 def test_a_step_in_words() -> None:
-    assert "  ".join(STEP.texts()) == "loss 2.500  2,000 tokens/s  norm 1  lr 0.1  idle 25%  3.15 MB"
-    expected = "loss 2.500  2,000 tokens/s  norm 1  lr 0.1  MFU 41%  idle 25%  3.15 MB"
+    assert "  ".join(STEP.texts()) == "loss 2.500  2,000 tokens/s  500 ms a step  norm 1  lr 0.1  idle 25%  3.15 MB"
+    expected = "loss 2.500  2,000 tokens/s  500 ms a step  norm 1  lr 0.1  MFU 41%  idle 25%  3.15 MB"
     assert "  ".join(FULL.texts()) == expected
 
 
