@@ -16,8 +16,8 @@ from typer.main import get_command
 from slipstream.cli import app
 from slipstream.errors import SlipstreamError
 from slipstream.option_problems import records_in
-from slipstream.train.config import Config, read_settings
-from slipstream.train.config.run_config import MESH_SETTINGS
+from slipstream.train.config import Config
+from slipstream.train.config.run_config import MESH_SETTINGS, check_names, set_override
 from support.forked import slipstream_command
 from support.paths import ROOT
 
@@ -98,8 +98,10 @@ def is_possible(setting: str) -> str:
     name, _, value = setting.partition("=")
     if name not in MESH_SETTINGS and "." not in name:
         return "no setting"
+    read: dict[str, Any] = {}
     try:
-        read = read_settings([f"{name}=null"])
+        set_override(read, f"{name}=null")
+        check_names(read)
     except SlipstreamError as error:
         return str(error)
     (section, values), *_ = read.items()

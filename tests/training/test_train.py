@@ -22,6 +22,7 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slipstream.checkpoint import CheckpointFolder
+from slipstream.errors import printable
 from slipstream.extras.run_page.run_record import read_run
 from slipstream.extras.run_page.sections import run_sections
 from slipstream.train.config import load_config
@@ -172,7 +173,7 @@ def test_a_sample_is_what_the_export_of_its_step_continues(
         with torch.no_grad():
             written = model.generate(**inputs, max_new_tokens=12, do_sample=False, pad_token_id=0)[0]
         assert line["sample"] == tokenizer.decode(written, skip_special_tokens=True)
-        assert f"step {line['step']}: the model continues 'the quick':\n{line['sample']}" in result.stdout
+        assert f"step {line['step']}: the model continues 'the quick':\n{printable(line['sample'])}" in result.stdout
     assert samples[0]["sample"] != samples[1]["sample"]
     page = run_sections(read_run(output.path, "run"))
     assert "<h3>step 2</h3>" in page
