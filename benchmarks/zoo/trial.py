@@ -17,7 +17,14 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from benchmarks.zoo.outcomes import Outcome, Verdict
 from slipstream import Pipeline, SlipstreamError
-from slipstream.model import SelfCheck, causal_cross_entropy, check_sliceable, find_anatomy, meta_model
+from slipstream.model import (
+    SelfCheck,
+    causal_cross_entropy,
+    check_sliceable,
+    check_trainable,
+    find_anatomy,
+    meta_model,
+)
 from slipstream.model.toy import (
     full_precision,
     perturb_parameters,
@@ -155,10 +162,10 @@ def _observed_paths() -> Iterator[set[str]]:
     """Collects the paths by which earlier tokens reach a slice, as a Pipeline's self-check has found them."""
     paths: set[str] = set()
 
-    def observed(config: PretrainedConfig) -> SelfCheck:
-        found = check_sliceable(config)
+    def observed(config: PretrainedConfig, is_cut: bool) -> SelfCheck:
+        found = check_trainable(config, is_cut)
         paths.update(*found.paths)
         return found
 
-    with patch.object(causal_lm, "check_sliceable", observed):
+    with patch.object(causal_lm, "check_trainable", observed):
         yield paths
