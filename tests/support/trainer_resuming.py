@@ -66,7 +66,7 @@ def check_end(made: SlipstreamTrainer, folder: Path, resumed: bool) -> None:
     expected, found = json.loads((folder / "expected.json").read_text()), history(made)
     if resumed:
         expected, found = expected[:-1], found[:-1]  # the last has the mean of the steps that ran
-    check_logs(found, expected, but="total_flos")  # in which padding counts, of which replicas have less
+    check_logs(found, expected, "total_flos")  # in which padding counts, of which replicas have less
     weights = load_file(folder / "expected.safetensors")
     torch.testing.assert_close(logits(made), weights.pop("logits"), rtol=0, atol=BOUND)
     state = made.model.state_dict()
