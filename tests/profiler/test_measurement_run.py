@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -71,13 +72,18 @@ class CountingBench:
 
 
 def measured(
-    bench: CountingBench, grid: MeasurementGrid, repeats: int = 3, budget: float = 1e6, doubt: float = 0.01
+    bench: CountingBench,
+    grid: MeasurementGrid,
+    repeats: int = 3,
+    budget: float = 1e6,
+    doubt: float = 0.01,
+    on_growth: Callable[[float], None] | None = None,
 ) -> MeasurementRun:
     run = MeasurementRun(
         [bench],  # type: ignore[list-item]
         [range(1)],
         grid,
-        TimeBudget(budget, Ranks.of(), lambda share: None),
+        TimeBudget(budget, Ranks.of(), lambda share: None, on_growth),
         MeasuringTeams.of(Ranks.of()),
         repeats,
         doubt=doubt,
@@ -152,14 +158,26 @@ def test_rounds_end_with_the_budget_however_little_the_samples_agree(monkeypatch
     assert measured(bench, MeasurementGrid(points), budget=100.0, repeats=6).rounds == 2
 
 
-def test_a_budget_that_is_too_small_says_how_many_seconds_would_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_budget_that_is_too_small_ends_the_run_or_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it may grow nothing is thrown away: what a fit needs is known once a length has run."""
     points = [(64 * number, 0) for number in range(1, 20)]
     bench = CountingBench()
     monkeypatch.setattr(measurement_run, "time", SimpleNamespace(perf_counter=lambda: 5 * len(bench.warm)))
-    with pytest.raises(TooLittleTimeError, match="spent after 4 of 19 points") as error:
+    with pytest.raises(TooLittleTimeError, match="spent after 4 of 19 points"):
         measured(bench, MeasurementGrid(points), budget=20.0)
-    bench.warm.clear()
-    assert len(measured(bench, MeasurementGrid(points), budget=error.value.budget).grid.points) >= 8
+    for budget, num_warmed in ((20.0, 4), (1e-6, 1)):
+        bench.warm.clear()
+        told: list[tuple[float, int]] = []
+        run = measured(
+            bench,
+            MeasurementGrid(points),
+            budget=budget,
+            on_growth=lambda seconds: told.append((seconds, len(bench.warm))),  # noqa: B023
+        )
+        assert len(run.grid.points) >= 8
+        assert run.rounds > 0
+        assert told[0][1] == num_warmed
+        assert told[-1][0] >= 5 * 8
 
 
 def test_a_length_that_would_take_too_long_is_not_even_warmed_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,9 @@ def profile(
     ep: Annotated[int | None, count("Processes over which experts are spread. Default: as --tp.")] = None,
     device: Annotated[str, Option(help="cpu, cuda or auto.")] = "auto",
     repeats: Annotated[int, count("Maximum number of times that a point is measured.", least=2)] = 15,
-    budget: Annotated[float, above_zero("Maximum number of seconds to spend measuring.", "seconds", "60")] = 120.0,
+    budget: Annotated[
+        float, above_zero("Seconds to spend measuring; more where a fit needs them.", "seconds", "60")
+    ] = 120.0,
 ) -> None:
     """Measure MODEL's layers, embedding and head for many slice lengths and contexts, and fit their times."""
     allow_open_files()

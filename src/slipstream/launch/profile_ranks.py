@@ -67,7 +67,7 @@ def _measure_as_rank(folder: Path) -> None:
     from slipstream.launch.progress import Progress
     from slipstream.model import load_config
     from slipstream.parallel import NO_LIMIT, Ranks, choose_backend, gpu_of, limit_of_the_environment, make_mesh
-    from slipstream.profile import ProfileSettings, TooLittleTimeError, profile_model
+    from slipstream.profile import ProfileSettings, profile_model
     from slipstream.profile.link_measurement import measure_link
     from slipstream.terminal import make_console
 
@@ -92,13 +92,14 @@ def _measure_as_rank(folder: Path) -> None:
             link = measure_link(device, ranks, settings.parallel.sequence_parallel)
         with progress.counting("measuring the layers", total=1) as show:
             config = load_config(str(folder / _MODEL))
-            try:
-                profile = profile_model(config, settings, device, link, show, ranks)
-            except TooLittleTimeError as error:
-                raise SlipstreamError(
-                    f"{error}: type --budget={error.budget} (it was {settings.budget:g} s), or a shorter --seq-len or "
-                    "--longest-slice"
-                ) from error
+
+            def grow(seconds: float) -> None:
+                progress.say(
+                    f"--budget={settings.budget:g} is too short for a fit of this model: measuring for about "
+                    f"{seconds:.0f} s"
+                )
+
+            profile = profile_model(config, settings, device, link, show, ranks, grow)
         if is_first:
             profile.save(folder / _PROFILE)
         dist.barrier()

@@ -9,7 +9,7 @@ from collections import ChainMap, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, pairwise, product, zip_longest
-from math import ceil, sqrt
+from math import sqrt
 from typing import Any, TypeVar
 
 from slipstream.cost import (
@@ -221,22 +221,28 @@ _Sizes = dict[tuple[int, int], tuple[int, ActionBytes]]  # by stage and length: 
 
 
 class TooLittleTimeError(SlipstreamError):
-    """The budget ended before enough points were measured for a fit. Every rank raises it.
-
-    Attributes:
-        budget: the seconds that would probably do, a round number.
-    """
-
-    def __init__(self, reached: int, num_points: int, needed: float) -> None:
-        super().__init__(f"the budget is spent after {reached} of {num_points} points, too few for a fit")
-        self.budget = max(10, 10 * ceil(needed / 10))
+    """The budget ended before enough points were measured for a fit. Every rank raises it."""
 
 
 class TimeBudget:
-    """The time that is left, on which all ranks agree."""
+    """The time that is left, on which all ranks agree.
 
-    def __init__(self, budget: float, ranks: Ranks, on_progress: Callable[[float], None]) -> None:
-        self.ranks, self._budget, self._on_progress = ranks, budget, on_progress
+    Args:
+        budget: seconds.
+        ranks: those that measure.
+        on_progress: called with the fraction of the budget that is spent.
+        on_growth: called with the seconds that a fit needs, where these are more; the run then goes on instead of
+            throwing away what it has measured. None: the budget doesn't grow.
+    """
+
+    def __init__(
+        self,
+        budget: float,
+        ranks: Ranks,
+        on_progress: Callable[[float], None],
+        on_growth: Callable[[float], None] | None = None,
+    ) -> None:
+        self.ranks, self._budget, self._on_progress, self._on_growth = ranks, budget, on_progress, on_growth
         self._began = time.perf_counter()
 
     def within(self, share: float, planned: float = 0.0) -> bool:
@@ -245,6 +251,17 @@ class TimeBudget:
         spent, planned = self.ranks.broadcast((time.perf_counter() - self._began, planned))
         self.tell()
         return bool(max(spent, planned) < share * self._budget)
+
+    def grow(self, needed: float) -> bool:
+        """Takes the seconds that are needed, 0 where nobody knows yet, for the budget; returns whether it may grow.
+        Collective."""
+        if self._on_growth is None:
+            return False
+        spent, needed = self.ranks.broadcast((time.perf_counter() - self._began, needed))
+        if needed:
+            self._budget = max(self._budget, needed, 2 * spent)
+            self._on_growth(self._budget)
+        return True
 
     def tell(self) -> None:
         """Tells this rank's progress."""
@@ -329,15 +346,22 @@ class MeasurementRun:
         reached: list[SlicePoint] = []
         for point in points:
             planned = sum(self._seconds(length) for length, _ in [*reached, point]) / len(self.teams.teams)
-            if not self.budget.within(*((share, planned) if len(reached) >= _FEWEST_POINTS else (1.0,))):
+            has_enough = len(reached) >= _FEWEST_POINTS
+            in_time = self.budget.within(*((share, planned) if has_enough else (1.0,)))
+            if not in_time and (has_enough or not self.budget.grow(self._needed(points, share))):
                 break
             self._warm(point[0])
             reached.append(point)
         if len(reached) < min(_FEWEST_POINTS, len(points)):
-            needed = sum(self._seconds(length) for length, _ in points[:_FEWEST_POINTS]) / share
-            raise TooLittleTimeError(len(reached), len(points), self.budget.ranks.broadcast(needed))
+            raise TooLittleTimeError(
+                f"the budget is spent after {len(reached)} of {len(points)} points, too few for a fit"
+            )
         self.grid.fitted = [point for point in self.grid.fitted if point in reached]
         self.grid.held_out = [point for point in self.grid.held_out if point in reached]
+
+    def _needed(self, points: Sequence[SlicePoint], share: float) -> float:
+        """Returns about how many seconds a fit needs; 0 before anything has run."""
+        return sum(self._seconds(length) for length, _ in points[:_FEWEST_POINTS]) / share
 
     def _seconds(self, length: int) -> float:
         """Returns about how long a length takes to warm up, in proportion to the longest so far."""

@@ -107,6 +107,7 @@ def profile_model(
     link: MeasuredLink | None = None,
     on_progress: Callable[[float], None] = lambda share: None,
     ranks: Ranks | None = None,
+    on_growth: Callable[[float], None] | None = None,
 ) -> Profile:
     """Returns the times, on this rank's machine, of a causal LM with random weights.
 
@@ -122,6 +123,8 @@ def profile_model(
         link: the times of messages between ranks, if they were measured.
         on_progress: called with the fraction of the budget that is spent.
         ranks: of the mesh. Default: all processes are a pipeline's.
+        on_growth: called with the seconds that a fit needs, where the budget is too small for one and grows to that.
+            None: too small a budget is an error.
 
     Raises:
         SlipstreamError: settings that can't be measured, a model that can't be cut or shared, or too small a budget.
@@ -138,7 +141,7 @@ def profile_model(
         benches = make_benches(config, settings, device, cuts, ranks)
         make = make_short_grid if settings.few_points else make_grid
         grid = make(settings.seq_len, settings.longest, settings.step)
-        budget = TimeBudget(settings.budget, ranks, on_progress)
+        budget = TimeBudget(settings.budget, ranks, on_progress, on_growth)
         doubt = _DOUBT_OF_FEW if settings.few_points else _DOUBT
         teams = MeasuringTeams.of(ranks, deals=device.type == "cpu")
         stages = MeasurementRun(benches, parts, grid, budget, teams, settings.repeats, doubt).run()
