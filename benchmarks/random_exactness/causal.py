@@ -266,6 +266,8 @@ class CausalCase:
     def _draw_user_code(self, settings: Mapping[str, Any]) -> None:
         """Draws a loss with weights, and whether a step without gradients comes before each."""
         kind = self.of_user.choices(["", "weighted", "scaled"], [88, 6, 6])[0]
+        if kind == "scaled" and self.place.num_copies > 1:
+            kind = ""  # a parameter of the loss's own would get the gradient of a copy's tokens alone, and is refused
         if kind and self.loss_fn is causal_cross_entropy and self.place.tp == 1 and not self.router:
             self.loss_fn = WeightedLoss(self.vocabulary) if kind == "weighted" else ScaledLoss()
         modes = [torch.no_grad, torch.inference_mode]
