@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 _MOST_DEEP = 100  # lists and objects within each other
-_MOST_VALUES = 1_000_000  # of a YAML text, each alias counted as all that it stands for
-_OPEN_PIPES = ("/dev/", "/proc/")  # as of `<(command)`, which somebody writes to
+# A YAML text may stand for this many values, each alias counted as all that it repeats.
+_MOST_VALUES = 1_000_000
+# Pipes such as those of `<(command)` have a writer, so reading them ends.
+_OPEN_PIPES = ("/dev/", "/proc/")
 
 
 def read_text(path: Path) -> str:
@@ -56,7 +58,8 @@ def parse_yaml(text: str, loader_class: Any = None) -> Any:
         return loader.construct_document(node)
     except RecursionError:
         raise yaml.YAMLError(_too_deep()) from None
-    except ValueError as error:  # of a number or a date
+    except ValueError as error:
+        # A number may be too long, or a date impossible.
         raise yaml.YAMLError(str(error)) from error
     finally:
         loader.dispose()

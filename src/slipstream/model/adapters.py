@@ -55,7 +55,8 @@ _LORA_SETTINGS = frozenset(
 _OF_ANY_CONFIG = frozenset(
     {"task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"}
 )
-_PREFIX = "base_model.model."  # of a parameter's name where PEFT saves it
+# PEFT saves parameters under their names with this before them.
+_PREFIX = "base_model.model."
 _ORTHOGONAL = "orthogonal"  # the initialisation of both factors at once, whose product is zero
 _INITS_FROM_WEIGHTS = "changes the base model's weights, so the adapter would not fit the model it was made for"
 

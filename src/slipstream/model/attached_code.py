@@ -272,7 +272,8 @@ def references(values: Iterable[object]) -> Iterator[nn.Module | Tensor]:
         seen.add(id(value))
         if isinstance(value, nn.Module | Tensor):
             yield value
-            if isinstance(value, nn.Module):  # which may be in no layer, over weights that are
+            # A module may be in no layer, and its weights in one.
+            if isinstance(value, nn.Module):
                 yield from (*value.parameters(), *value.buffers())
         elif isinstance(value, dict):
             waiting += value.values()

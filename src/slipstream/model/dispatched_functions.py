@@ -35,7 +35,7 @@ _REGISTRIES: Mapping[str, Mapping[str, Any]] = {
 class DispatchedFunction:
     """A user's function in one of transformers' registries, under a name that a model asks for."""
 
-    setting: str  # of the configuration, such as "attn_implementation"
+    setting: str  # configuration setting, such as "attn_implementation"
     name: str
     registry: str
 
@@ -141,7 +141,8 @@ def _is_users(function: Any) -> bool:
     while isinstance(function, partial):
         function = function.func
     function = getattr(function, "__func__", function)
-    while _home(function).startswith("torch.") and hasattr(function, "__wrapped__"):  # as torch.compile returns it
+    # torch.compile returns a function of torch around the one that was given.
+    while _home(function).startswith("torch.") and hasattr(function, "__wrapped__"):
         function = function.__wrapped__
     return function is not None and _home(function).partition(".")[0] not in _KNOWN
 

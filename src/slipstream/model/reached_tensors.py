@@ -60,7 +60,7 @@ def graph_leaves(outputs: Iterable[Tensor]) -> list[Tensor]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        if (variable := getattr(node, "variable", None)) is not None:  # of an AccumulateGrad
+        if (variable := getattr(node, "variable", None)) is not None:  # AccumulateGrad
             leaves[id(variable)] = variable
         waiting += [following for following, _ in node.next_functions]
     return [*leaves.values()]

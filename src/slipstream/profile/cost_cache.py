@@ -26,7 +26,8 @@ from slipstream.profile.measurement_run import TooLittleTimeError
 from slipstream.profile.profile_run import ProfileSettings, identify_hardware, identify_model, profile_model, versions
 
 _ATTEMPTS = 2
-_LEAST_LEFT = 0.5  # of the budget, with which a second attempt is made: one of less would be too coarse
+# Share of the budget that must be left for a second attempt; with less it would be too coarse.
+_LEAST_LEFT = 0.5
 _SHARED = "SLIPSTREAM_SHARED_CORES"
 _ROUNDS_OF_SHARED = 3  # at most: on shared cores, samples may not agree however many there are
 _ALWAYS = f"Where others always use them, set {_SHARED}=1: then costs are measured once, in few rounds, and kept"

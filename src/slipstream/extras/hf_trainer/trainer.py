@@ -146,7 +146,8 @@ class SlipstreamTrainer(Trainer):  # type: ignore[misc]
         first = max(0, state.remainder - self.pipe.replica * num_rows)
         if first >= num_rows:
             return batch
-        labels, positions = batch["labels"].clone(), batch.get("position_ids")
+        labels = batch["labels"].clone()
+        positions = batch.get("position_ids")
         if len(labels) == num_rows:
             labels[first:] = IGNORED
         elif positions is not None and int((positions == 0).sum()) == num_rows:  # rows next to each other in one

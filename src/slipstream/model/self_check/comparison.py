@@ -69,7 +69,8 @@ class SelfCheck:
     seconds: float
     longest_packed: float  # the longest sequence of several documents, in tokens, in which each is as if it were alone
     paths: tuple[frozenset[str], ...] = ()  # by layer of the toy: kinds of attention and of carried states; empty: none
-    refusal: str = ""  # of slices and packed documents, where whole sequences are exact in stages
+    refusal: str = ""
+    """Why slices and packed documents are refused, where whole sequences are exact in stages."""
 
     @property
     def packs_any_length(self) -> bool:

@@ -124,7 +124,8 @@ class SequenceLosses(Losses):
         try:
             with kept_random_states(), torch.enable_grad():
                 losses = self._losses(self._by_sequence(log_probabilities), sequences.values)
-        except Exception:  # of made-up numbers; those of a step may do
+        except Exception:
+            # The numbers are made up; those of a step may do.
             return
         for leaf in graph_leaves([losses]):
             if leaf is not log_probabilities:

@@ -31,7 +31,7 @@ class ChangedModel:
     layers: str  # the name of the list of layers
     num_replicas: int
     shares_slices: bool  # whether other ranks have other tokens of every slice
-    weights: NamedWeights  # of a model in memory
+    weights: NamedWeights  # none unless the model is in memory
 
     @classmethod
     def tried(
