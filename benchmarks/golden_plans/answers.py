@@ -1,0 +1,261 @@
+"""The answer to a request: everything that a plan decides, its seconds, and every rank's bytes at their peak."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from peft import LoraConfig
+from transformers import AutoConfig, PretrainedConfig
+
+import slipstream
+from benchmarks.golden_plans.requests import MODELS, PROFILES, Request
+from slipstream.cost import Profile, ProfileSource, StateBytes, load_profile
+from slipstream.errors import SlipstreamError
+from slipstream.model.adapters import ALL_WEIGHTS, Adapter, TrainedWeights, find_frozen
+from slipstream.model.loading import meta_model
+from slipstream.pipeline.tuning import start_plan
+from slipstream.pipeline.tuning.row_plan import RowProblem, find_row_plan, microbatch_bytes
+from slipstream.planner.joint import JointPlan, JointProblem, ProfileUnits, find_vocabulary_plan
+from slipstream.planner.plans import Prediction
+from slipstream.planner.ragged import StageRates, StepMemory, StepPlan, StepProblem, find_plan_within, fit_rates
+from slipstream.planner.ragged.step_search import find_step_plan
+from slipstream.planner.search import make_options, search_plans
+from slipstream.schedule import Op, Schedule, SliceCounts, make_schedule
+from slipstream.simulator import MicrobatchCost, simulate
+
+Answer = dict[str, Any]
+
+_FOLDER = Path(__file__).parent / "profiles"
+_GRANULARITY = 64  # tokens
+_ROUNDING = 1e-12  # of a step: causes are differences
+_EFFORT = 0.05  # of a run's search
+
+
+def answer(request: Request) -> Answer:
+    """Returns the plan of a request, or the error that refuses it."""
+    makers = {
+        "counted": _counted,
+        "joint": _counted,
+        "measured": _measured,
+        "start": _start,
+        "ragged": _ragged,
+        "rows": _rows,
+    }
+    try:
+        return makers[request["kind"]](request)
+    except SlipstreamError as error:
+        return {"error": str(error)}
+
+
+def _digest(schedule: Schedule) -> str:
+    """Returns a short name of an order: equal where every rank's actions are."""
+    text = "\n".join(" ".join(map(str, row)) for row in schedule.actions)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@cache
+def _config(name: str, is_profiled: bool = False) -> PretrainedConfig:
+    settings = (PROFILES if is_profiled else MODELS)[name]
+    return AutoConfig.for_model(**settings)
+
+
+@cache
+def _profile(name: str) -> Profile:
+    return load_profile(_FOLDER / f"{name}.json")
+
+
+def _counted(request: Request) -> Answer:
+    config = _config(request["model"])
+    names = ("cluster", "num_nodes", "seq_len", "global_batch", "dtype", "freeze", "lora_base_precision", "fused")
+    asked = {name: request[name] for name in names if name in request}
+    if config.model_type == "gpt2" and "freeze" in asked:
+        asked["freeze"] = ["transformer.h.0.*", "transformer.wte.*", "transformer.wpe.*"]
+    if "lora" in request:
+        asked["lora"] = LoraConfig(**request["lora"], task_type="CAUSAL_LM")
+    return _of_plan(slipstream.plan(config, **asked, **request["options"]))
+
+
+def _measured(request: Request) -> Answer:
+    source = ProfileSource(_profile(request["profile"]), request["num_ranks"])
+    options = make_options(**request["options"])
+    return _of_plan(search_plans(source, request["seq_len"], request["global_batch"], options=options))
+
+
+def _of_plan(plan: slipstream.Plan) -> Answer:
+    best = plan.best
+    return {
+        "best": _of_prediction(best),
+        "order": _digest(plan.schedule),
+        "others": [_in_short(other) for other in plan.predictions[1:]],
+        "alternatives": [[each.choice, *_in_short(each.prediction)] for each in plan.alternatives],
+        "numbers": [plan.num_meshes, plan.num_bounded_meshes, plan.num_configurations, plan.num_too_large],
+    }
+
+
+def _in_short(prediction: Prediction) -> list[Any]:
+    """Returns the choices and the seconds."""
+    return [[*asdict(prediction.configuration).values()], prediction.step_seconds]
+
+
+def _without_rounding(seconds: float, prediction: Prediction) -> float:
+    return seconds if abs(seconds) > _ROUNDING * prediction.step_seconds else 0.0
+
+
+def _of_prediction(prediction: Prediction) -> Answer:
+    causes = prediction.seconds_by_cause
+    return {
+        "configuration": asdict(prediction.configuration),
+        "partition": [*prediction.partition],
+        "placement": [*prediction.placement],
+        "slices": [*prediction.slices],
+        "num_microbatches": prediction.num_microbatches,
+        "step_seconds": prediction.step_seconds,
+        "mfu": prediction.mfu,
+        "idle_fraction": prediction.idle_fraction,
+        "seconds_by_cause": {cause: _without_rounding(s, prediction) for cause, s in causes.items()},
+        "memory": [{str(kind): size for kind, size in rank.items()} for rank in prediction.memory],
+    }
+
+
+def _trained(request: Request, config: PretrainedConfig) -> TrainedWeights:
+    if "freeze" in request:
+        return TrainedWeights(find_frozen(meta_model(config), request["freeze"]))
+    if "lora" in request:
+        lora = LoraConfig(**request["lora"], target_modules="all-linear", task_type="CAUSAL_LM")
+        return TrainedWeights(adapter=Adapter("default", lora, "full"))
+    return ALL_WEIGHTS
+
+
+def _start(request: Request) -> Answer:
+    """The search of a run's start on given costs, as `plan_start` makes it on those it measures."""
+    name = request["profile"]
+    config, profile = _config(name, is_profiled=True), _profile(name)
+    asked = start_plan.StartRequest(
+        seq_len=request["seq_len"],
+        num_microbatches=request["num_microbatches"],
+        dtype="float32",
+        num_ranks=request["num_ranks"],
+        longest=request["longest"],
+        vocabulary=request["vocabulary"],
+        trained=_trained(request, config),
+        memory_limit=request.get("memory_limit"),
+    )
+    units = ProfileUnits(profile, StateBytes.of("float32"))
+    units = start_plan._of_what_is_trained(units, config, asked, lambda text: None)
+    problem = JointProblem(
+        costs=units,
+        seq_len=asked.seq_len,
+        num_ranks=asked.num_ranks,
+        num_microbatches=asked.num_microbatches,
+        granularity=asked.granularity,
+        longest_slice=units.longest_slice,
+        memory_limit=asked.memory_limit,
+        account=partial(start_plan._most_bytes, units, asked),
+    )
+    problem = replace(problem, effort=_EFFORT * problem.effort)
+    plan = replace(find_vocabulary_plan(problem, asked.vocabulary, lambda share: None), costs=units)
+    rates = fit_rates(units, plan.partition, units.longest_slice, asked.profile.seq_len, asked.granularity)
+    of_rates = {op.value: seconds.tolist() for op, seconds in rates.seconds.items()}
+    tail = start_plan.seconds_after(plan, 2, 2)
+    peaks = start_plan._most_bytes(units, asked, plan.partition, plan.slices, plan.schedule, plan.recompute)
+    return _of_joint(plan) | {"tail": tail, "peaks": [*map(float, peaks)], "rates": of_rates}
+
+
+def _of_joint(plan: JointPlan) -> Answer:
+    return {
+        "order": _digest(plan.schedule),
+        "placement": [*plan.schedule.placement],
+        "partition": [*plan.partition],
+        "slices": [*plan.slices],
+        "recompute": plan.recompute,
+        "head": plan.head,
+        "seconds": plan.seconds,
+        "bound": plan.bound,
+        "ideal": plan.ideal,
+        "rejected": [[[*other.schedule.placement], other.seconds] for other in plan.rejected],
+    }
+
+
+def _rates(request: Request) -> StageRates:
+    """The rates of equal stages."""
+    profile, placement = _profile(request["profile"]), request["placement"]
+    units = ProfileUnits(profile, StateBytes.of("float32"))
+    num_layers, num_stages = len(profile.kinds), len(placement)
+    partition = [num_layers // num_stages] * num_stages
+    partition[0] += num_layers - sum(partition)
+    rates = fit_rates(units, partition, units.longest_slice, 2048, _GRANULARITY)
+    for stage in range(request.get("frozen", 0)):
+        for op in (Op.B, Op.I, Op.W):
+            rates.seconds[op][stage] = 0.0
+    return rates
+
+
+def _ragged(request: Request) -> Answer:
+    rates, lengths = _rates(request), request["lengths"]
+    problem = StepProblem(
+        lengths=tuple(lengths),
+        placement=tuple(request["placement"]),
+        rates=rates,
+        schedule=request.get("schedule"),
+        num_microbatches=request.get("num_microbatches"),
+        num_slices=request.get("num_slices"),
+        packs=request["packs"],
+        split=request["split"],
+    )
+    if "room" not in request:
+        plan = find_step_plan(problem)
+    else:
+        held = rates.held_bytes(np.array([max(lengths)], np.int64))[:, 0]
+        room = request["room"] * np.bincount(request["placement"], held).max()
+        state = [1e6] * problem.num_ranks
+
+        def account(step: StepPlan) -> Sequence[float]:
+            return [1e6 + float(peak) for peak in _activation_peaks(rates, step)]
+
+        plan = find_plan_within(problem, StepMemory(1e6 + room, state, account))
+    return {
+        "groups": [[*group] for group in plan.groups],
+        "slices": [[*slices] for slices in plan.slices],
+        "order": _digest(plan.schedule),
+        "seconds": plan.seconds,
+        "peaks": [*map(float, _activation_peaks(rates, plan))],
+    }
+
+
+def _activation_peaks(rates: StageRates, plan: StepPlan) -> Sequence[float]:
+    """Returns the most bytes of activations that each rank holds in a step."""
+    tables = []
+    for slices in plan.slices:
+        tokens = np.array(slices, np.int64)
+        no_scores = np.zeros((len(tokens), len(rates.windows)))
+        tables.append(rates.table(tokens, rates.action_seconds(tokens, no_scores)))
+    return simulate(plan.schedule, MicrobatchCost(tables)).peak_memory
+
+
+def _rows(request: Request) -> Answer:
+    rates, placement = _rates(request), tuple(request["placement"])
+    num_ranks = max(placement) + 1
+
+    def named(num_microbatches: int, num_slices: SliceCounts) -> Schedule:
+        return make_schedule(request["schedule"], num_ranks, num_microbatches, num_slices, len(placement) // num_ranks)
+
+    problem = RowProblem(
+        length=request["length"],
+        placement=placement,
+        num_microbatches=request["num_microbatches"],
+        slices=None if request["slices"] is None else (request["length"] // request["slices"],) * request["slices"],
+        named=named,
+        reorders=request["reorders"],
+        splits=request["splits"],
+    )
+    room = None
+    if "room" in request:
+        room = [request["room"] * size for size in microbatch_bytes(problem, rates)]
+    plan = find_row_plan(problem, rates, room)
+    return {"slices": [*plan.slices], "order": _digest(plan.schedule), "seconds": plan.seconds}
