@@ -23,7 +23,7 @@ from transformers import LlamaConfig
 
 from benchmarks.harness import is_trial, name_of, setting, write
 from benchmarks.profile_fit import held_out
-from slipstream.cost import OPS, AnalyticCosts, Profile, load_cluster
+from slipstream.cost import OPS, CountedCosts, Profile, load_cluster
 from slipstream.profile import ProfileSettings, count_model, profile_model
 
 COMMON = {"vocab_size": 1024, "num_hidden_layers": 8, "num_key_value_heads": 8}  # embedding and head aren't measured
@@ -48,12 +48,12 @@ def measure(sizes: dict[str, int], settings: ProfileSettings, device: torch.devi
         "error at points held out": profile.error,
         "held out": held_out(profile),
         "layer": layer(
-            profile, AnalyticCosts(count_model(config, settings.seq_len), load_cluster("h100-dgx")), settings.longest
+            profile, CountedCosts(count_model(config, settings.seq_len), load_cluster("h100-dgx")), settings.longest
         ),
     }
 
 
-def layer(profile: Profile, analytic: AnalyticCosts, longest: int) -> list[dict[str, object]]:
+def layer(profile: Profile, analytic: CountedCosts, longest: int) -> list[dict[str, object]]:
     """Returns milliseconds of one layer's ops by the profile, and by the description of the device."""
     rows: list[dict[str, object]] = []
     for op in OPS:

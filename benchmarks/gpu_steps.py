@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from benchmarks.gpu_layers import LLAMA_3_8B, TOY
 from benchmarks.harness import name_of, setting, wait_for, write
 from slipstream import Pipeline, Runtime
-from slipstream.cost import OPS, Profile
+from slipstream.cost import OPS, MeasuredCosts, Profile
 from slipstream.profile import ProfileSettings, profile_model
 
 NUM_LAYERS, NUM_SLICES, LENGTH = 8, 8, 32_768
@@ -37,8 +37,9 @@ def planned(pipe: Pipeline, profile: Profile, lengths: Sequence[int]) -> float:
     half = NUM_LAYERS // 2
     stages = range(half), range(half, NUM_LAYERS)
     actions = [action for row in pipe._runtime.layout.training.actions for action in row if action.op in OPS]
+    costs = MeasuredCosts(profile)
     return sum(
-        float(profile.seconds(stages[each.stage], each.op, lengths[each.slice], sum(lengths[: each.slice])))
+        float(costs.seconds(stages[each.stage], each.op, lengths[each.slice], sum(lengths[: each.slice])))
         for each in actions
     )
 

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 from transformers import LlamaConfig
 
-from slipstream.array_types import Floats, Ints
-from slipstream.cost import AnalyticCosts, load_cluster
-from slipstream.planner.joint import AnalyticUnits, JointProblem
+from slipstream.array_types import Floats
+from slipstream.cost import Costs, CountedCosts, LinkTime, Work, load_cluster
+from slipstream.planner.joint import JointProblem, Tabulated
 from slipstream.profile import count_model
 from slipstream.schedule import Op
 
 _TOKENS = 2048
+_LAYERS = 8
 _SHARES = {Op.F: 1.0, Op.B: 2.0, Op.I: 1.1, Op.W: 1.0}  # of a forward's time
 _WIDE = {"hidden_size": 12288, "intermediate_size": 28672, "num_hidden_layers": 96, "num_attention_heads": 96}
 _LONG = 131072
 
 
 @dataclass(frozen=True)
-class RandomUnits:
-    """Eight layers in halves on a processor, as far from each other as models are (see `UnitCosts`).
+class RandomCosts(Costs):
+    """Eight layers in halves on a processor, as far from each other as models are.
 
     Args:
         attention: of the time of a layer on the whole sequence, spent on pairs of tokens.
@@ -34,13 +37,20 @@ class RandomUnits:
     head: float
     fixed: float
     latency: float
-    num_layers: int = 8
-    units_per_layer: int = 2
-    num_frozen_units: int = 0
-    bandwidth: float | None = None
+
+    @property
+    def units_per_layer(self) -> int:
+        return 2
+
+    @cached_property
+    def parts(self) -> Sequence[int]:
+        return (2, *[0, 1] * _LAYERS, 3)
+
+    def link(self, num_ranks: int, replicas: int = 1) -> LinkTime:
+        return LinkTime(self.latency)
 
     @classmethod
-    def of(cls, seed: int) -> RandomUnits:
+    def of(cls, seed: int) -> RandomCosts:
         """Returns the problem's costs with this number."""
         draw = np.random.default_rng(seed)
         return cls(
@@ -50,34 +60,25 @@ class RandomUnits:
             latency=draw.uniform(5e-5, 3e-4),
         )
 
-    def seconds(self, op: Op, lengths: Ints, contexts: Ints) -> tuple[Floats, Floats]:
-        portion = lengths / _TOKENS
-        pairs = portion * (2 * contexts + lengths) / _TOKENS
-        halves = [0.3 * (1 - self.attention) * portion + self.attention * pairs, 0.7 * (1 - self.attention) * portion]
-        rows = 0.02 * np.array([0.05 * portion, *halves * self.num_layers, self.head * portion])
-        return rows * _SHARES[op], np.full(len(lengths), self.fixed)
+    def each_seconds(self, work: Work) -> Floats:
+        portion = work.lengths / _TOKENS
+        pairs = portion * (2 * work.contexts + work.lengths) / _TOKENS
+        attention = 0.3 * (1 - self.attention) * portion + self.attention * pairs
+        rows = 0.02 * np.array([attention, 0.7 * (1 - self.attention) * portion, 0.05 * portion, self.head * portion])
+        return rows * _SHARES[work.op]
 
-    def activation_bytes(self, lengths: Ints) -> tuple[Floats, Floats]:
-        return np.zeros((2 * self.num_layers + 2, len(lengths))), np.zeros(len(lengths))
+    def fixed_seconds(self, work: Work) -> Floats:
+        return np.full(len(work.lengths), self.fixed)
 
-    def kept_bytes(self, lengths: Ints) -> tuple[Floats, Floats]:
-        return self.activation_bytes(lengths)
-
-    def state_bytes(self) -> Floats:
-        return np.zeros(2 * self.num_layers + 2)
-
-    def message_bytes(self, lengths: Ints) -> Floats:
-        return 1024.0 * lengths
-
-    def handling_seconds(self, lengths: Ints) -> Floats:
-        return np.zeros(len(lengths))
+    def message_bytes(self, length: Any) -> Any:
+        return 1024.0 * length
 
 
 def joint_problems() -> Iterator[tuple[str, JointProblem]]:
     """Yields five problems of two ranks, and one of 16 that is 192 halves of layers at 131,072 tokens."""
     for seed in range(5):
-        yield f"2 ranks, 8 layers, random costs {seed}", JointProblem(RandomUnits.of(seed), _TOKENS, num_ranks=2)
+        yield f"2 ranks, 8 layers, random costs {seed}", JointProblem(RandomCosts.of(seed), _TOKENS, num_ranks=2)
     model = count_model(LlamaConfig(**_WIDE, num_key_value_heads=8, vocab_size=128256), _LONG)
-    costs = AnalyticCosts(model, load_cluster("h100-dgx").with_nodes(2))
-    units = AnalyticUnits(costs, _LONG, 512, num_ranks=16)
-    yield "16 ranks, 96 layers, 131,072 tokens", JointProblem(units, _LONG, num_ranks=16, granularity=512)
+    costs = CountedCosts(model, load_cluster("h100-dgx").with_nodes(2))
+    tabulated = Tabulated(costs, _LONG, 512)
+    yield "16 ranks, 96 layers, 131,072 tokens", JointProblem(tabulated, _LONG, num_ranks=16, granularity=512)

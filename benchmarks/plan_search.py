@@ -27,7 +27,7 @@ import numpy as np
 from transformers import AutoConfig, LlamaConfig
 
 from benchmarks.harness import few, is_trial, record, restart_in_environment, setting, write
-from benchmarks.joint_problems import RandomUnits, joint_problems
+from benchmarks.joint_problems import RandomCosts, joint_problems
 from slipstream import Memory, Pipeline, Runtime
 from slipstream.cost import AnalyticSource, load_cluster
 from slipstream.errors import SlipstreamError
@@ -128,7 +128,7 @@ def measure_joint(name: str, problem: JointProblem) -> dict[str, Any]:
 
 
 def joint() -> None:
-    find_joint_plan(JointProblem(RandomUnits.of(0), 256, num_ranks=2, effort=1e5))  # loads what is compiled
+    find_joint_plan(JointProblem(RandomCosts.of(0), 256, num_ranks=2, effort=1e5))  # loads what is compiled
     rows = []
     for name, problem in few([*joint_problems()]):
         rows.append(measure_joint(name, problem))

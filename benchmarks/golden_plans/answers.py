@@ -15,13 +15,13 @@ from transformers import AutoConfig, PretrainedConfig
 
 import slipstream
 from benchmarks.golden_plans.requests import MODELS, PROFILES, Request
-from slipstream.cost import Profile, ProfileSource, StateBytes, load_profile
+from slipstream.cost import MeasuredCosts, Profile, ProfileSource, load_profile
 from slipstream.errors import SlipstreamError
 from slipstream.model.adapters import ALL_WEIGHTS, Adapter, TrainedWeights, find_frozen
 from slipstream.model.loading import meta_model
 from slipstream.pipeline.tuning import start_plan
 from slipstream.pipeline.tuning.row_plan import RowProblem, find_row_plan, microbatch_bytes
-from slipstream.planner.joint import JointPlan, JointProblem, ProfileUnits, find_vocabulary_plan
+from slipstream.planner.joint import JointPlan, JointProblem, find_vocabulary_plan
 from slipstream.planner.plans import Prediction
 from slipstream.planner.ragged import StageRates, StepMemory, StepPlan, StepProblem, find_plan_within, fit_rates
 from slipstream.planner.ragged.step_search import find_step_plan
@@ -146,24 +146,24 @@ def _start(request: Request) -> Answer:
         trained=_trained(request, config),
         memory_limit=request.get("memory_limit"),
     )
-    units = ProfileUnits(profile, StateBytes.of("float32"))
-    units = start_plan._of_what_is_trained(units, config, asked, lambda text: None)
+    costs = start_plan.of_what_is_trained(MeasuredCosts(profile), config, asked, lambda text: None)
     problem = JointProblem(
-        costs=units,
+        costs=costs,
+        state=asked.state,
         seq_len=asked.seq_len,
         num_ranks=asked.num_ranks,
         num_microbatches=asked.num_microbatches,
         granularity=asked.granularity,
-        longest_slice=units.longest_slice,
+        longest_slice=profile.longest_slice,
         memory_limit=asked.memory_limit,
-        account=partial(start_plan._most_bytes, units, asked),
+        account=partial(start_plan._most_bytes, costs, asked),
     )
     problem = replace(problem, effort=_EFFORT * problem.effort)
-    plan = replace(find_vocabulary_plan(problem, asked.vocabulary, lambda share: None), costs=units)
-    rates = fit_rates(units, plan.partition, units.longest_slice, asked.profile.seq_len, asked.granularity)
+    plan = replace(find_vocabulary_plan(problem, asked.vocabulary, lambda share: None), costs=costs)
+    rates = asked.fit_rates(costs, profile.longest_slice, plan.partition, "none")
     of_rates = {op.value: seconds.tolist() for op, seconds in rates.seconds.items()}
     tail = start_plan.seconds_after(plan, 2, 2)
-    peaks = start_plan._most_bytes(units, asked, plan.partition, plan.slices, plan.schedule, plan.recompute)
+    peaks = start_plan._most_bytes(costs, asked, plan.partition, plan.slices, plan.schedule, plan.recompute)
     return _of_joint(plan) | {"tail": tail, "peaks": [*map(float, peaks)], "rates": of_rates}
 
 
@@ -185,11 +185,10 @@ def _of_joint(plan: JointPlan) -> Answer:
 def _rates(request: Request) -> StageRates:
     """The rates of equal stages."""
     profile, placement = _profile(request["profile"]), request["placement"]
-    units = ProfileUnits(profile, StateBytes.of("float32"))
     num_layers, num_stages = len(profile.kinds), len(placement)
     partition = [num_layers // num_stages] * num_stages
     partition[0] += num_layers - sum(partition)
-    rates = fit_rates(units, partition, units.longest_slice, 2048, _GRANULARITY)
+    rates = fit_rates(MeasuredCosts(profile), partition, profile.longest_slice, 2048, _GRANULARITY)
     for stage in range(request.get("frozen", 0)):
         for op in (Op.B, Op.I, Op.W):
             rates.seconds[op][stage] = 0.0

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from benchmarks.papers.megatron_experts import EAGER, Recipe
 from benchmarks.papers.unfused_attention import UnfusedCosts
-from slipstream.cost import AnalyticCosts, AttentionCall, OpCount, PartCount, Stage
-from slipstream.cost.stages import ActionBytes
+from slipstream.array_types import Floats
+from slipstream.cost import ActionBytes, AttentionCall, CountedCosts, OpCount, PartCount, Stage, Work
 from slipstream.schedule import Op
 
 
 @dataclass(frozen=True)
-class MeasuredCosts(AnalyticCosts):
+class OverlappedCosts(CountedCosts):
     """Costs of Megatron and of FSDP: exchanges run behind what computes."""
 
     gradient_bytes: float = 2.0
@@ -47,7 +48,7 @@ class MeasuredCosts(AnalyticCosts):
         return 2 * (cluster.between.latency * (num_nodes > 1) + np.maximum(inside, across)) * (size > 1)
 
     def gradient_seconds(self, layers: Stage, copies: int, shards: int = 1) -> float:
-        whole = self._between_copies(layers, self.gradient_bytes, copies)
+        whole = self.between_copies(layers, self.gradient_bytes, copies)
         return self._exposed(layers, Op.B, whole, (self.num_gathers + 1) // 2)
 
     def gather_seconds(self, layers: Stage, shards: int) -> float:
@@ -74,11 +75,13 @@ class KorthikantiCosts(UnfusedCosts):
         products = self.product_seconds(part, part.ops[Op.W], self._tokens(length))
         return ahead + np.maximum(0.0, whole - ahead - products)
 
-    def replay_seconds(self, layers: Stage, recompute: str, length: Any, context: Any) -> Any:
-        if recompute != "selective":
-            return super().replay_seconds(layers, recompute, length, context)
-        counted = self.model.counted(layers)
-        return sum(n * self.attention_seconds(c, Op.F, length, context) for n, part in counted for c in part.attentions)
+    def fixed_seconds(self, work: Work) -> Floats:
+        """Returns the seconds of an action besides its parts: of a replay none, as it is part of the backward."""
+        fixed = super().fixed_seconds(work)
+        return 0 * fixed if work.op is Op.R else fixed
+
+    def part_selective_replay(self, part: PartCount, length: Any, context: Any) -> Any:
+        return sum(self.attention_seconds(call, Op.F, length, context) for call in part.attentions)
 
 
 # FlashAttention-2's time over that of cuDNN's attention, on a Hopper from 32,768 tokens on (the record gpu_attention)
@@ -86,24 +89,21 @@ FLASH_2 = 1.65
 
 
 @dataclass(frozen=True)
-class TorchtitanCosts(MeasuredCosts):
+class TorchtitanCosts(OverlappedCosts):
     """Costs of FlashAttention-2, the only kernel that torchtitan took on a Hopper (its pull request 1196), and of
     selective recomputation that computes every second matrix product again."""
 
     def attention_seconds(self, call: AttentionCall, op: Op, length: Any, context: Any) -> Any:
         return FLASH_2 * super().attention_seconds(call, op, length, context)
 
-    def replay_seconds(self, layers: Stage, recompute: str, length: Any, context: Any) -> Any:
-        if recompute != "selective":
-            return super().replay_seconds(layers, recompute, length, context)
-        counted = self.model.counted(layers)
-        scores = sum(n * self.attention_seconds(c, Op.F, length, context) for n, p in counted for c in p.attentions)
-        kernels = super().replay_seconds(layers, recompute, length, context)
-        return kernels + (self.seconds(layers, Op.F, length, context) - scores - kernels) / 2
+    def part_selective_replay(self, part: PartCount, length: Any, context: Any) -> Any:
+        scores = sum(self.attention_seconds(call, Op.F, length, context) for call in part.attentions)
+        kernels = super().part_selective_replay(part, length, context)
+        return kernels + (self.part_seconds(part, Op.F, length, context) - scores - kernels) / 2
 
 
 @dataclass(frozen=True)
-class SpreadHeadCosts(MeasuredCosts):
+class SpreadHeadCosts(OverlappedCosts):
     """Costs where every stage has its share of embedding and head, as the vocabulary is spread over them: two more
     actions forward, and two backward."""
 
@@ -114,40 +114,50 @@ class SpreadHeadCosts(MeasuredCosts):
             0.0 if part in (self.model.embedding, self.model.head) else super().part_seconds(part, op, length, context)
         )
 
-    def seconds(self, layers: Stage, op: Op, length: Any, context: Any) -> Any:
+    def fixed_seconds(self, work: Work) -> Floats:
+        """Returns the seconds of an action with its share of the ends, and of two more but for W."""
         ends = (self.model.embedding, self.model.head)
-        ops = (Op.I, Op.W) if op is Op.B else (op,)
-        spread = sum(super(SpreadHeadCosts, self).part_seconds(p, o, length, context) for p in ends for o in ops)
-        seconds = super().seconds(layers, op, length, context) + spread / self.num_stages
-        return seconds + (0 if op is Op.W else 2 * self.cluster.device.action_seconds)
+        ops = (Op.I, Op.W) if work.op is Op.B else (work.op,)
+        spread = sum(
+            super(SpreadHeadCosts, self).part_seconds(part, op, work.lengths, work.contexts)
+            for part in ends
+            for op in ops
+        )
+        more = 0 if work.op is Op.W else 2 * self.cluster.device.action_seconds
+        fixed: Floats = super().fixed_seconds(work) + spread / self.num_stages + more
+        return fixed
 
 
 _GELU_TENSORS = 7  # that its backward holds, of those as wide as its input, before any is freed
 
 
 @dataclass(frozen=True)
-class Seq1F1BCosts(MeasuredCosts):
+class Seq1F1BCosts(OverlappedCosts):
     """Costs of Seq1F1B's runs, by its code and logs. Its timers wait for the device before and after each action: the
     host starts no kernel ahead, so what that takes it adds up."""
 
     num_slices: int = 1
     feed_forward: int = 0
 
-    def seconds(self, layers: Stage, op: Op, length: Any, context: Any) -> Any:
-        host = sum(number * self._host_seconds(part, op) for number, part in self.model.counted(layers))
-        return super().seconds(layers, op, length, context) + host
+    def part_seconds(self, part: PartCount, op: Op, length: Any, context: Any) -> Any:
+        seconds, host = super().part_seconds(part, op, length, context), self._host_seconds(part, op)
+        # A whole backward is the sum of its halves, each of which has brought the host's time of one.
+        return seconds - host if op is Op.B else seconds + host
 
     def _wide_bytes(self, part: PartCount, wide: float) -> float:
         """Returns a rank's share: Megatron gathers the inputs of products again in the backward."""
         return wide / self._token_parts
 
-    def context_bytes(self, layers: Stage, length: int) -> float:
-        """Returns the keys and values of all slices in one tensor; each slice's own are among its activations."""
-        return super().context_bytes(layers, length) if self.num_slices > 1 else 0.0
+    @cached_property
+    def each_context(self) -> Floats:
+        """The bytes of keys and values of all slices in one tensor; each slice's own are among its activations."""
+        whole = self.microbatch_size * self._each(self._keys_bytes)
+        return whole if self.num_slices > 1 else 0 * whole
 
-    def context_gradient_bytes(self, layers: Stage, length: int) -> float:
-        """Returns their gradients, which are added up in 16 bits."""
-        return self.context_bytes(layers, length)
+    @cached_property
+    def each_context_gradient(self) -> Floats:
+        """The bytes of their gradients, which are added up in 16 bits."""
+        return self.each_context
 
     def action_bytes(self, layers: Stage, length: int) -> ActionBytes:
         """Returns the bytes of actions. TorchScript fuses nothing: so much of GELU's backward is there at once, less
@@ -170,7 +180,7 @@ _ROWS = 64  # half a tile, which each expert's rows don't fill
 
 
 @dataclass(frozen=True)
-class ExpertCosts(MeasuredCosts):
+class ExpertCosts(OverlappedCosts):
     """Costs of Megatron's runs of models with experts, as their recipe says."""
 
     recipe: Recipe = EAGER
@@ -209,4 +219,4 @@ class ExpertCosts(MeasuredCosts):
     def _part_expert_seconds(self, part: PartCount, length: Any) -> Any:
         if self.recipe.dispatcher == "flex":
             return super()._part_expert_seconds(part, length)
-        return AnalyticCosts._part_expert_seconds(self, part, length)
+        return CountedCosts._part_expert_seconds(self, part, length)

@@ -32,7 +32,7 @@ from benchmarks.harness import few, write
 from benchmarks.papers.measured_costs import (
     ExpertCosts,
     KorthikantiCosts,
-    MeasuredCosts,
+    OverlappedCosts,
     Seq1F1BCosts,
     SpreadHeadCosts,
     TorchtitanCosts,
@@ -41,7 +41,7 @@ from benchmarks.papers.measured_models import counted, narrowed, with_adapters, 
 from benchmarks.papers.megatron_experts import EXPERTS, Recipe, counted_experts
 from benchmarks.papers.paper_plans import PaperSource, PaperSpace
 from benchmarks.papers.tables import read, with_dropout
-from slipstream.cost import AnalyticCosts, Cluster, Degrees, ModelCount, StageParts, load_cluster
+from slipstream.cost import Cluster, CountedCosts, Degrees, ModelCount, StageParts, load_cluster
 from slipstream.planner.partition import partition_layers
 from slipstream.planner.plans import Configuration
 from slipstream.planner.search.bounds import PlacedPartition
@@ -249,7 +249,7 @@ class MeasuredSource(PaperSource):
         super().__init__(row.model, cluster)
         self.row = row
 
-    def costs(self, degrees: Degrees, microbatch_size: int) -> AnalyticCosts:
+    def costs(self, degrees: Degrees, microbatch_size: int) -> CountedCosts:
         row, common = self.row, (self.model, self.cluster, degrees.tensor, microbatch_size)
         if row.source == "Korthikanti 2022":
             return KorthikantiCosts(*common, sequence_parallel="sequence" in row.text["recompute"])
@@ -270,7 +270,7 @@ class MeasuredSource(PaperSource):
         if row.source == "Seq1F1B":
             sizes = {"num_slices": row.number("token_slices"), "feed_forward": row.number("ffn")}
             return Seq1F1BCosts(*common, **more, **sizes)
-        return (TorchtitanCosts if row.source == "torchtitan" else MeasuredCosts)(*common, **more)
+        return (TorchtitanCosts if row.source == "torchtitan" else OverlappedCosts)(*common, **more)
 
 
 class MeasuredSpace(PaperSpace):

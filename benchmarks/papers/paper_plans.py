@@ -15,19 +15,21 @@ from typing import Any
 import numpy as np
 
 from benchmarks.papers.unfused_attention import UnfusedCosts
+from slipstream.array_types import Floats
 from slipstream.cost import (
     REPLAYED,
-    AnalyticCosts,
     AnalyticSource,
     Cluster,
+    CountedCosts,
     Degrees,
     ModelCount,
     OpCount,
     PartCount,
     Stage,
     StageParts,
+    Work,
 )
-from slipstream.cost.analytic import ClusterCost
+from slipstream.cost.cluster_links import ClusterCost
 from slipstream.planner.plans import Configuration
 from slipstream.planner.search.bounds import PlacedPartition, ScheduleShape
 from slipstream.planner.search.plan_options import PlanOptions
@@ -54,6 +56,15 @@ class LayersAlone(ModelCount):
 class PaperCosts(UnfusedCosts):
     """Costs where replicas reduce their gradients in float16, Slipstream's are float32; and where one fitted share of
     the peak stands for all that products take, unless reading takes longer."""
+
+    def _rows(self, value: Callable[[PartCount], Any], work: Work) -> Floats:
+        return super()._rows(lambda part: value(part) if self._is_there(part) else 0.0, work)
+
+    def _each(self, value: Callable[[PartCount], float]) -> Floats:
+        return super()._each(lambda part: value(part) if self._is_there(part) else 0.0)
+
+    def _is_there(self, part: PartCount) -> bool:
+        return bool(part.attentions) or not isinstance(self.model, LayersAlone)
 
     def product_seconds(self, part: PartCount, count: OpCount, tokens: Any) -> Any:
         device, t = self.cluster.device, self.tensor_parallel
@@ -94,11 +105,11 @@ class PaperSource(AnalyticSource):
         costs: (model, cluster, tensor-parallel degree, sequences of a microbatch) -> what stages cost.
     """
 
-    def __init__(self, model: ModelCount, cluster: Cluster, costs: Callable[..., AnalyticCosts] = PaperCosts) -> None:
+    def __init__(self, model: ModelCount, cluster: Cluster, costs: Callable[..., CountedCosts] = PaperCosts) -> None:
         super().__init__(model, cluster, "a paper's model")
         self._costs = costs
 
-    def costs(self, degrees: Degrees, microbatch_size: int) -> AnalyticCosts:
+    def costs(self, degrees: Degrees, microbatch_size: int) -> CountedCosts:
         return self._costs(self.model, self.cluster, degrees.tensor, microbatch_size)
 
 

@@ -17,8 +17,8 @@ import numpy as np
 
 from benchmarks.papers.paper_plans import LayersAlone, PaperCosts, PaperSource, PaperSpace
 from benchmarks.papers.tables import errors, gpt, read, slice_lengths
-from slipstream.cost import AnalyticCosts, Cluster, Degrees, Stage, load_cluster
-from slipstream.cost.analytic import ClusterCost
+from slipstream.cost import Cluster, CountedCosts, Degrees, Stage, load_cluster
+from slipstream.cost.cluster_links import ClusterCost
 from slipstream.planner.plans import Configuration
 from slipstream.planner.search.simulated_configuration import SimulatedConfiguration
 from slipstream.planner.slicing import slice_batch, slice_tokens
@@ -132,7 +132,7 @@ class Setting:
         return float(costs.message_bytes(1)) * between
 
     @lru_cache(maxsize=KEPT)  # noqa: B019  settings are few
-    def _costs(self, constants: Constants, num_sequences: int) -> AnalyticCosts:
+    def _costs(self, constants: Constants, num_sequences: int) -> CountedCosts:
         return self.space(constants).costs(Degrees(self.tensor_parallel), num_sequences)
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from slipstream.cost import AnalyticCosts, AttentionCall, Stage
+import numpy as np
+
+from slipstream.array_types import Floats
+from slipstream.cost import AttentionCall, CountedCosts
 from slipstream.schedule import Op
 
 # How often the kernels read or write the scores. Forward: product, softmax (2), dropout (2), product. Backward: dP (2),
@@ -13,7 +16,7 @@ _SCORE_PASSES = {Op.F: 6, Op.I: 9}
 _SCORE_BYTES = 2.5  # elements that a score keeps for the backward: of softmax, of dropout, and half a one for its mask
 
 
-class UnfusedCosts(AnalyticCosts):
+class UnfusedCosts(CountedCosts):
     """Costs where all scores of slice by context, also masked ones, are computed, written to memory and kept."""
 
     def attention_seconds(self, call: AttentionCall, op: Op, length: Any, context: Any) -> Any:
@@ -25,8 +28,8 @@ class UnfusedCosts(AnalyticCosts):
         computed = 2 * scores * width / (device.flops[self.model.dtype] * device.attention_efficiency)
         return computed + _SCORE_PASSES[op] * scores * self.model.dtype_bytes / device.bytes_per_second
 
-    def activation_bytes(self, layers: Stage, length: int) -> float:
-        """Returns them with the scores of a slice without context: of a whole sequence."""
-        heads = sum(n * call.num_heads for n, part in self.model.counted(layers) for call in part.attentions)
-        scores = heads / self.tensor_parallel * self.microbatch_size * length**2
-        return super().activation_bytes(layers, length) + _SCORE_BYTES * self.model.dtype_bytes * scores
+    def each_activation(self, lengths: Any) -> Floats:
+        """Returns the bytes with the scores of a slice without context: of a whole sequence."""
+        heads = self._each(lambda part: sum(call.num_heads for call in part.attentions))
+        scores = np.outer(heads / self.tensor_parallel * self.microbatch_size, lengths**2)
+        return super().each_activation(lengths) + _SCORE_BYTES * self.model.dtype_bytes * scores

@@ -19,7 +19,7 @@ from benchmarks.papers import megatron
 from benchmarks.papers.megatron import LENGTH, Model, Run
 from benchmarks.papers.paper_plans import PaperCosts
 from benchmarks.papers.tables import errors, gpt, read
-from slipstream.cost import AnalyticCosts, Cluster
+from slipstream.cost import Cluster, CountedCosts
 from slipstream.schedule import Op
 
 DTYPE_BYTES = 2  # float16
@@ -165,7 +165,7 @@ def _predicted(row: Row, cluster: Cluster) -> dict[str, Any]:
     }
 
 
-def _passes(costs: AnalyticCosts, part: Any, *ops: Op) -> float:
+def _passes(costs: CountedCosts, part: Any, *ops: Op) -> float:
     return float(sum(costs.part_seconds(part, op, LENGTH, 0) for op in ops))
 
 

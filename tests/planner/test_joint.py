@@ -6,8 +6,10 @@ A plan spreads the head's rows over the ranks where that makes the simulated ste
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,13 +17,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.array_types import Floats, Ints
-from slipstream.cost import OPS, unit_bounds
+from slipstream.cost import OPS, Costs, LinkTime, Numbers, Work, unit_bounds
 from slipstream.errors import SlipstreamError
 from slipstream.planner.joint import JointPlan, JointProblem, OutOfMemoryError, find_joint_plan, find_vocabulary_plan
 from slipstream.planner.joint.joint_search import FinalistSearch, find_spread_plan, placements, spread_costs
 from slipstream.planner.joint.placement_search import PlacementSearch, QuickOrder
 from slipstream.planner.joint.problem import MemoryAccount
-from slipstream.planner.joint.unit_costs import SlicedUnits
 from slipstream.planner.order.makespan_bounds import rank_bounds
 from slipstream.planner.order.order_search import find_order
 from slipstream.schedule import Action, Op, Schedule, validate
@@ -32,40 +33,53 @@ from support.plain_costs import SHARES
 
 
 @dataclass(frozen=True)
-class ToyCosts:
+class ToyCosts(Costs):
     """Layers of an attention half, quadratic in the tokens, and a feed-forward half; and a head."""
 
     num_layers: int = 4
     head: float = 0.75
     attention: float = 0.3
     overhead: float = 2.0
-    units_per_layer: int = 2
-    num_frozen_units: int = 0
     latency: float = 0.5
     bandwidth: float | None = None
     handling: float = 0.0
+    units_per_layer: int = 2
 
-    def seconds(self, op: Op, lengths: Ints, contexts: Ints) -> tuple[Floats, Floats]:
-        tokens = lengths.astype(float)
-        scores = (tokens * contexts + tokens**2 / 2) / 256
-        halves = [tokens * 0.3 + self.attention * scores, tokens * 0.6] * self.num_layers
-        rows = np.array([tokens * 0.01, *halves, tokens * self.head])
-        return rows * SHARES[op], np.full(len(lengths), self.overhead)
+    @property
+    def parts(self) -> Sequence[int]:
+        return (2, *[0, 1] * self.num_layers, 3)
 
-    def activation_bytes(self, lengths: Ints) -> tuple[Floats, Floats]:
-        return np.outer(np.full(2 * self.num_layers + 2, 10.0), lengths), lengths * 1.0
+    def link(self, num_ranks: int, replicas: int = 1) -> LinkTime:
+        return LinkTime(self.latency, self.bandwidth)
 
-    def kept_bytes(self, lengths: Ints) -> tuple[Floats, Floats]:
-        return np.outer(np.full(2 * self.num_layers + 2, 1.0), lengths), lengths * 1.0
+    def each_seconds(self, work: Work) -> Floats:
+        tokens = work.lengths.astype(float)
+        scores = (tokens * work.contexts + tokens**2 / 2) / 256
+        rows = [tokens * 0.3 + self.attention * scores, tokens * 0.6, tokens * 0.01, tokens * self.head]
+        return np.array(rows) * SHARES[work.op]
 
-    def state_bytes(self) -> Floats:
-        return np.full(2 * self.num_layers + 2, 1000.0)
+    def fixed_seconds(self, work: Work) -> Floats:
+        return np.full(len(work.lengths), self.overhead)
 
-    def message_bytes(self, lengths: Ints) -> Floats:
-        return lengths * 4.0
+    def each_activation(self, lengths: Ints) -> Floats:
+        return np.outer(np.full(4, 9.0), lengths)
 
-    def handling_seconds(self, lengths: Ints) -> Floats:
-        return self.handling * lengths.astype(float)
+    def fixed_activation(self, lengths: Ints) -> Floats:
+        return lengths * 1.0
+
+    @property
+    def each_context(self) -> Floats:
+        return np.full(4, 1.0)
+
+    @property
+    def each_number(self) -> Numbers:
+        return Numbers(*np.full((2, 4), 62.5), np.zeros(4))
+
+    def message_bytes(self, length: Any) -> Any:
+        return length * 4.0
+
+    def handling_seconds(self, length: Any) -> Any:
+        return self.handling * np.asarray(length, float)
 
 
 def problem(num_ranks: int = 2, seq_len: int = 512, **settings: object) -> JointProblem:
@@ -94,7 +108,7 @@ def test_the_plan_is_a_valid_schedule_of_the_whole_model_and_sequence() -> None:
     assert len(plan.partition) == plan.schedule.num_stages
     assert plan.schedule.num_slices == len(plan.slices)
     assert plan.ideal <= plan.bound <= plan.seconds
-    equal = SlicedUnits(ToyCosts(), (64,) * 8).table((0, 5, 10))
+    equal = problem().units((64,) * 8).table((0, 5, 10))
     assert plan.seconds < simulate(find_order([0, 1], 1, 8, equal), equal).makespan
 
 
@@ -109,7 +123,7 @@ def test_what_is_faster_than_it_must_be_is_found_still() -> None:
 def test_messages_take_time_of_the_stages_at_their_ends() -> None:
     """F takes a message and sends one, except at the ends of the pipeline; W has none."""
     slices, bounds = (64, 128), (0, 3, 6, 10)
-    quiet, handled = (SlicedUnits(ToyCosts(handling=each), slices) for each in (0.0, 0.25))
+    quiet, handled = (problem(costs=ToyCosts(handling=each)).units(slices) for each in (0.0, 0.25))
     for op in (Op.F, Op.B, Op.I):
         more = handled.stage_seconds(op, bounds) - quiet.stage_seconds(op, bounds)
         np.testing.assert_allclose(more, [[16, 32], [32, 64], [16, 32]])
@@ -164,7 +178,7 @@ def account(task: JointProblem, more: float) -> MemoryAccount:
     """Counts what the search does, and some bytes more for each stage and slice of a rank, as messages take."""
 
     def peaks(partition: tuple[float, ...], slices: tuple[int, ...], schedule: Schedule, again: str) -> list[float]:
-        units = SlicedUnits(task.costs, slices, again)
+        units = task.units(slices, again)
         bounds = bounds_of(task, partition)
         ranks = schedule.placement
         held = simulate(schedule, units.table(bounds)).peak_memory + np.bincount(ranks, np.diff(bounds) * 1000.0)
@@ -204,7 +218,7 @@ def test_what_would_fit_is_said_where_nothing_does() -> None:
 def peaks(task: JointProblem, plan: JointPlan) -> list[float]:
     """The bytes of weights and of activations that each rank holds at most."""
     bounds = bounds_of(task, plan.partition)
-    timeline = simulate(plan.schedule, SlicedUnits(task.costs, plan.slices).table(bounds))
+    timeline = simulate(plan.schedule, task.units(plan.slices).table(bounds))
     state = np.bincount(plan.schedule.placement, np.diff(bounds) * 1000.0)
     return [float(a + b) for a, b in zip(timeline.peak_memory, state, strict=True)]
 
@@ -219,7 +233,7 @@ def test_slices_are_as_long_as_is_allowed_even_where_that_makes_them_many() -> N
     plan = find_joint_plan(task)
     assert len(plan.slices) == 41
     assert max(plan.slices) == 64
-    many = SlicedUnits(task.costs, (64,) * 40 + (10,)).unit_work().sum() / 2
+    many = task.units((64,) * 40 + (10,)).unit_work().sum() / 2
     assert plan.ideal == pytest.approx(many)
     with pytest.raises(SlipstreamError, match=r"longest_slice=63.*granularity=64"):
         find_joint_plan(problem(longest_slice=63))
@@ -229,9 +243,8 @@ def test_slices_are_as_long_as_is_allowed_even_where_that_makes_them_many() -> N
 class SteepCosts(ToyCosts):
     """Longer slices cost more for each of their tokens, as where they outgrow a cache."""
 
-    def seconds(self, op: Op, lengths: Ints, contexts: Ints) -> tuple[Floats, Floats]:
-        units, fixed = super().seconds(op, lengths, contexts)
-        return units * (1 + lengths / 64), fixed
+    def each_seconds(self, work: Work) -> Floats:
+        return super().each_seconds(work) * (1 + work.lengths / 64)
 
 
 def test_no_plan_is_shorter_than_the_ideal() -> None:
@@ -288,7 +301,7 @@ def test_of_orders_that_take_as_long_the_one_that_holds_less_is_taken() -> None:
     """By itself the order search finds one here that holds four times as much."""
     wanted = problem(num_microbatches=16)
     plan = find_joint_plan(wanted)
-    table = SlicedUnits(wanted.costs, plan.slices).table(unit_bounds(plan.partition, 4, 2))
+    table = wanted.units(plan.slices).table(unit_bounds(plan.partition, 4, 2))
     fastest = find_order(plan.schedule.placement, 16, len(plan.slices), table, effort=0.1 * wanted.effort)
     taken, shortest = (simulate(schedule, table) for schedule in (plan.schedule, fastest))
     assert taken.makespan == pytest.approx(plan.seconds)
@@ -311,7 +324,7 @@ def test_bounds_and_quick_orders_enclose_the_best_order(
         st.lists(st.integers(1, 9), min_size=len(placement) - 1, max_size=len(placement) - 1, unique=True)
     )
     bounds = (0, *sorted(inner), 10)
-    units = SlicedUnits(costs, tuple(slices))
+    units = problem(costs=costs).units(tuple(slices))
     table = units.table(bounds)
     found = find_order(placement, microbatches, len(slices), table, effort=2e5)
     seconds = {op: units.stage_seconds(op, bounds) for op in OPS}
@@ -349,17 +362,17 @@ def test_a_heavy_head_is_spread(tied: bool) -> None:
     assert [line.split()[-1] for line in (lines[0], lines[1])] == ["head", "spread"]
     assert f"whole, on one rank, a step takes +{plan.other_head.seconds / plan.seconds - 1:.1%}" in lines[-1]
     for op, like in ((Op.E, Op.F), (Op.EW, Op.W)) if tied else ():
-        units, _ = HEAVY.seconds(like, np.array(plan.slices), np.zeros(len(plan.slices), np.int64))
-        assert {cost.seconds(Action(op, g, 0, 0)) for g in plan.schedule.vocabulary_stages} == {units[0, 0]}
+        embedding = float(HEAVY.each_seconds(Work.of_slices(like, plan.slices))[HEAVY.parts[0], 0])
+        assert {cost.seconds(Action(op, g, 0, 0)) for g in plan.schedule.vocabulary_stages} == {embedding}
 
 
 @dataclass(frozen=True)
 class CostlyLogits(ToyCosts):
     """A head whose tokens take the longer the more of them there are in a slice."""
 
-    def seconds(self, op: Op, lengths: Ints, contexts: Ints) -> tuple[Floats, Floats]:
-        units, fixed = super().seconds(op, lengths, contexts)
-        return np.concatenate([units[:-1], units[-1:] * (0.25 + lengths / 256)]), fixed
+    def each_seconds(self, work: Work) -> Floats:
+        units = super().each_seconds(work)
+        return np.concatenate([units[:-1], units[-1:] * (0.25 + work.lengths / 256)])
 
 
 @pytest.mark.more
@@ -400,8 +413,8 @@ def test_all_parts_together_cost_what_the_head_does_and_their_actions_besides() 
     slices = (200, 312)
     cost = spread_costs(task, (2, 2, 2, 0), slices)
     for index, (length, context) in enumerate(((200, 0), (312, 200))):
-        each = [HEAVY.seconds(op, np.array([length]), np.array([context])) for op in (Op.F, Op.I, Op.W)]
-        head, fixed = sum(float(units[-1, 0]) for units, _ in each), HEAVY.overhead
+        works = [Work(op, np.array([length]), np.array([context])) for op in (Op.F, Op.I, Op.W)]
+        head, fixed = sum(float(HEAVY.each_seconds(work)[-1, 0]) for work in works), HEAVY.overhead
         parts = [cost.seconds(Action(op, g, 0, index)) for op in (Op.V, Op.VW) for g in range(4)]
         assert sum(parts) == pytest.approx(head + 8 * fixed)
         assert cost.seconds(Action(Op.L, 3, 0, index)) == fixed

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream import SlipstreamError, partition_layers
+from slipstream.cost import NO_LINK
 from slipstream.planner.joint import SlicedUnits
 from slipstream.planner.joint.problem import SlowedStep
 from slipstream.schedule import make_schedule
@@ -167,7 +168,8 @@ SLICES = (48, 32, 48)
 @pytest.mark.parametrize(("num_ranks", "slowness"), [(2, {1: 1.6}), (3, {0: 2.0}), (3, {1: 1.4}), (3, {})])
 def test_the_best_of_all_cuts(num_ranks: int, slowness: dict[int, float], units_per_layer: int) -> None:
     costs = PlainCosts(units_per_layer=units_per_layer)
-    step = SlowedStep(SlicedUnits(costs, SLICES), make_schedule("1f1b", num_ranks, 2, len(SLICES)), slowness)
+    units = SlicedUnits(costs, SLICES, costs.link(2))
+    step = SlowedStep(units, make_schedule("1f1b", num_ranks, 2, len(SLICES)), slowness)
     even = (12 / num_ranks,) * num_ranks
     cut, seconds = step.best_cut(even)
     ends = combinations([n / units_per_layer for n in range(1, 12 * units_per_layer)], num_ranks - 1)
@@ -182,6 +184,6 @@ def test_the_best_of_all_cuts(num_ranks: int, slowness: dict[int, float], units_
 
 def test_a_slow_rank_takes_so_many_times_as_long() -> None:
     """Of a step that one rank computes next to nothing of, the time is that of the other."""
-    units, schedule = SlicedUnits(PlainCosts(latency=0.0), SLICES), make_schedule("gpipe", 2, 1, len(SLICES))
+    units, schedule = SlicedUnits(PlainCosts(), SLICES, NO_LINK), make_schedule("gpipe", 2, 1, len(SLICES))
     fast, slow = (SlowedStep(units, schedule, {0: 1e-6, 1: each}).seconds((6, 6)) for each in (1.0, 3.0))
     assert slow == pytest.approx(3 * fast, rel=1e-3)

@@ -12,7 +12,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from slipstream.cost import AnalyticCosts, AnalyticSource, Degrees, partition_of
+from slipstream.cost import AnalyticSource, CountedCosts, Degrees, partition_of
 from slipstream.planner.plans import Configuration, Mesh
 from slipstream.planner.search import bounds as search_bounds
 from slipstream.planner.search import search_plans
@@ -350,7 +350,7 @@ def test_halves_of_two_layers_keep_what_enters_both() -> None:
     """Where layers are recomputed one by one; the halves of one layer keep only what enters that."""
     counted = AnalyticSource(count_model(llama(), SEQ_LEN, torch.float16), small_cluster(1), "llama")
     space = PlanSpace(counted, SEQ_LEN, 2, PlanOptions())
-    costs, kept = space.costs(Degrees(), 1), partial(AnalyticCosts.kept_bytes, recompute="full", length=SEQ_LEN)
+    costs, kept = space.costs(Degrees(), 1), partial(CountedCosts.kept_bytes, recompute="full", length=SEQ_LEN)
     cut = PlacedPartition(costs, tuple(range(5)), (0, 1, 3, 4, 6, 10))
     assert cut.per_stage(partial(kept, costs)).tolist() == [kept(costs, stage) for stage in cut.stages]
     assert kept(costs, cut.stages[3]) == 2 * kept(costs, cut.stages[1])

@@ -14,12 +14,11 @@ import pytest
 import torch
 from transformers import PretrainedConfig
 
-from slipstream.cost import OPS, Profile, StateBytes
+from slipstream.cost import OPS, MeasuredCosts, Profile, Work
 from slipstream.errors import SlipstreamError
 from slipstream.model import find_anatomy
 from slipstream.options import Parallelism
 from slipstream.parallel import Ranks
-from slipstream.planner.joint import ProfileUnits
 from slipstream.profile import ProfileSettings, cost_cache, find_costs, profile_model
 from slipstream.profile.cost_cache import CostCache
 from slipstream.profile.layer_kinds import anatomy_with_halves, find_layer_kinds, find_unit_kinds
@@ -205,16 +204,17 @@ def test_halves_that_are_equal_are_of_one_kind(config: PretrainedConfig, halves:
 @pytest.mark.more
 @pytest.mark.parametrize(("config", "halves"), CASES.values(), ids=CASES)
 def test_each_layer_has_the_costs_of_its_kind(config: PretrainedConfig, halves: tuple[int, ...]) -> None:
-    units = ProfileUnits(profile_model(config, SETTINGS, torch.device("cpu")), StateBytes(1, 0, 0))
-    assert units.profile.kinds == (0, 1, 0, 1)
-    assert len(units.profile.stages) == len(set(halves)) + 3  # the ends, and several parts together
+    costs = MeasuredCosts(profile_model(config, SETTINGS, torch.device("cpu")))
+    assert costs.profile.kinds == (0, 1, 0, 1)
+    assert len(costs.profile.stages) == len(set(halves)) + 3  # the ends, and several parts together
     layers = find_anatomy(config).layers_of(build(config))
     numbers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
-    per_layer = units.state_bytes()[1:-1].reshape(4, -1)
+    inner = list(costs.parts[1:-1])
+    per_layer = costs.each_number.all[inner].reshape(4, -1)
     np.testing.assert_allclose(per_layer.sum(axis=1), numbers)
     lengths, contexts = np.array([8, 16]), np.array([0, 40])
     for op in OPS:
-        first, second, third, fourth = units.seconds(op, lengths, contexts)[0][1:-1].reshape(4, -1, 2)
+        first, second, third, fourth = costs.each_seconds(Work(op, lengths, contexts))[inner].reshape(4, -1, 2)
         np.testing.assert_array_equal(first, third)
         np.testing.assert_array_equal(second, fourth)
         assert not np.array_equal(first, second)

@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import PretrainedConfig
 
 from slipstream.attention import ContextStore
-from slipstream.cost import OPS, AttentionWindow
+from slipstream.cost import OPS, AttentionWindow, MeasuredCosts
 from slipstream.errors import SlipstreamError
 from slipstream.model import LayerRange, causal_cross_entropy, find_anatomy
 from slipstream.model.hooks import TokenSlice
@@ -182,10 +182,10 @@ def test_a_whole_profile(name: str) -> None:
             held_out = {(p.length, p.context) for p in points if p.held_out}
             assert not held_out & {(length, 0) for length in stage.fits[op].lengths}
     for cut in (1, 2, 3):
-        cost = found.cost([cut, 4 - cut], [16, 13, 9])
+        cost = MeasuredCosts(found).cost([cut, 4 - cut], [16, 13, 9])
         assert all(cost.times[stage, s, op] >= 0 for stage in (0, 1) for s in (0, 1, 2) for op in (*OPS, Op.R))
         assert all(size > 0 for size in cost.activations.values())
-    own = {n for layers in (range(2), range(2, 4)) for n in [found.num_parameters(layers)]}
+    own = {n for layers in (range(2), range(2, 4)) for n in [MeasuredCosts(found).num_parameters(layers)]}
     assert min(own) > 0
     found.check(identify_model(ARCHITECTURES[name]), "float32")
     with pytest.raises(SlipstreamError, match=r"model.config_hash"):
@@ -197,12 +197,14 @@ def test_a_whole_profile(name: str) -> None:
 def test_small_models_and_other_dtypes(num_layers: int, dtype: str) -> None:
     settings = replace(SETTINGS, seq_len=32, dtype=dtype, microbatch_size=2, longest_slice=16)
     found = profile_model(llama(num_hidden_layers=num_layers), settings, CPU)
-    times = found.cost([num_layers], [16, 16]).times  # of a difference, which may be 0 where others use the machine
+    times = (
+        MeasuredCosts(found).cost([num_layers], [16, 16]).times
+    )  # of a difference, which may be 0 where others use the machine
     assert times.keys() >= {(0, 1, op) for op in OPS}
     assert times[0, 0, Op.F] + times[0, 1, Op.F] > 0
-    assert found.message_bytes(16) == 2 * 16 * 32 * (2 if dtype == "bfloat16" else 4)
+    assert MeasuredCosts(found).message_bytes(16) == 2 * 16 * 32 * (2 if dtype == "bfloat16" else 4)
     with pytest.raises(SlipstreamError, match="1 to 16 were measured"):
-        found.cost([num_layers], [32])
+        MeasuredCosts(found).cost([num_layers], [32])
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ from itertools import accumulate, pairwise
 
 from slipstream.cost import (
     Amount,
-    AnalyticCosts,
     AttentionCall,
     AttentionWindow,
+    CountedCosts,
     ModelCount,
     OpCount,
     PartCount,
@@ -47,7 +47,7 @@ def stages_of(partition: Sequence[int]) -> list[range]:
     return [range(a, b) for a, b in pairwise(accumulate(partition, initial=0))]
 
 
-def pipeline_cost(costs: AnalyticCosts, partition: Sequence[int], slices: Sequence[int]) -> TableCost:
+def pipeline_cost(costs: CountedCosts, partition: Sequence[int], slices: Sequence[int]) -> TableCost:
     """The simulator's costs: times and activations of every stage and slice, and messages."""
     units = [
         (stage, layers, index, length, sum(slices[:index]))
@@ -94,7 +94,7 @@ def _predict(
     name: str, num_ranks: int, num_slices: int, num_microbatches: int
 ) -> tuple[Prediction, Schedule, Timeline]:
     schedule = make_schedule(name, num_ranks, num_microbatches, num_slices)
-    costs = AnalyticCosts(MODEL, load_cluster("h100-dgx"))
+    costs = CountedCosts(MODEL, load_cluster("h100-dgx"))
     partition = tuple(NUM_LAYERS * (r + 1) // num_ranks - NUM_LAYERS * r // num_ranks for r in range(num_ranks))
     slices = (SEQ_LEN - (num_slices - 1) * (SEQ_LEN // num_slices), *(SEQ_LEN // num_slices,) * (num_slices - 1))
     timeline = simulate(schedule, pipeline_cost(costs, partition, slices))

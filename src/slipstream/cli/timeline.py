@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from math import gcd
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -239,7 +238,7 @@ def _schedule_costs(
     """Returns the simulator's costs of a schedule's stages and slices: nearly equal numbers of layers and tokens, the
     fewest ranks that share layers, and one sequence, where nothing else is given or measured."""
     from slipstream.cost import Degrees
-    from slipstream.planner.joint import JointProblem, spread_costs, units_of
+    from slipstream.planner.joint import JointProblem, spread_costs
 
     layers = partition or _nearly_equal(len(source.kinds), schedule.num_stages)
     tokens = [int(each) for each in slices or _nearly_equal(seq_len, schedule.num_slices)]
@@ -260,8 +259,7 @@ def _schedule_costs(
     table: TableCost = costs.cost(layers, tokens)
     if not schedule.spreads_vocabulary:
         return table
-    units = units_of(costs, source.state, seq_len, gcd(*tokens), schedule.num_ranks)
-    return spread_costs(JointProblem(units, seq_len, schedule.num_ranks), tuple(layers), tuple(tokens))
+    return spread_costs(JointProblem(costs, seq_len, schedule.num_ranks), tuple(layers), tuple(tokens))
 
 
 def _known(source: CostSource, tensor_parallel: int | None, microbatch_size: int | None) -> tuple[int, int]:

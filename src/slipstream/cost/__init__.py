@@ -1,10 +1,22 @@
-"""The costs of layers, slices and messages: described hardware, counted operations, measured profiles."""
+"""The costs of a model's work: described hardware, counted operations, measured profiles, and what changes them."""
 
-from slipstream.cost.analytic import AnalyticCosts
 from slipstream.cost.cluster import SHIPPED, Cluster, Device, LinkKind, load_cluster
+from slipstream.cost.costs import NO_LINK, ActionBytes, Costs, LinkTime, Numbers
+from slipstream.cost.counted import CountedCosts
 from slipstream.cost.fit import AttentionWindow, SlicePoint, TimeFit, find_windows, fit_times
+from slipstream.cost.measured import MeasuredCosts
+from slipstream.cost.measured_stages import choose_stages
 from slipstream.cost.memory import head_part_memory, memory_table
-from slipstream.cost.operation_counts import Amount, AttentionCall, ModelCount, OpCount, PartCount, StateBytes
+from slipstream.cost.mode import Mode, PartlyTrained, WithoutHead, WithoutLookups, innermost
+from slipstream.cost.operation_counts import (
+    FLOAT32_STATE,
+    Amount,
+    AttentionCall,
+    ModelCount,
+    OpCount,
+    PartCount,
+    StateBytes,
+)
 from slipstream.cost.profile import (
     Hardware,
     MeasuredLink,
@@ -19,18 +31,16 @@ from slipstream.cost.sources import (
     CostSource,
     HostMemorySpec,
     ProfileSource,
-    StageCosts,
 )
-from slipstream.cost.stages import (
+from slipstream.cost.work import (
     BY_LAYER,
     EXCHANGES,
     OPS,
     REPLAYED,
     WITH_MESSAGES,
-    ActionBytes,
     Stage,
     StageParts,
-    choose_stages,
+    Work,
     kinds_by_layer,
     messages_of_stages,
     part_kinds,

@@ -8,15 +8,16 @@ from functools import partial
 from itertools import product
 from typing import NamedTuple
 
+from slipstream.cost.costs import Costs
+from slipstream.cost.mode import WithoutLookups
 from slipstream.cost.operation_counts import StateBytes
-from slipstream.cost.sources import StageCosts
-from slipstream.cost.stages import BY_LAYER, Stage, StageParts, layers_with_backward
+from slipstream.cost.work import BY_LAYER, Stage, StageParts
 from slipstream.schedule import Op, Schedule
 from slipstream.simulator import Footprint, MemoryTable, StageSlice
 
 
 def memory_table(
-    costs: StageCosts,
+    costs: Costs,
     stages: Sequence[Stage],
     schedule: Schedule,
     slices: tuple[int, ...],
@@ -75,7 +76,7 @@ def memory_table(
 
 
 def _footprints(
-    costs: StageCosts, recompute: str, slices: tuple[int, ...], ops: frozenset[Op], layers: Stage
+    costs: Costs, recompute: str, slices: tuple[int, ...], ops: frozenset[Op], layers: Stage
 ) -> dict[tuple[int, bool, bool], dict[Op, Footprint]]:
     """Returns the bytes of one stage's actions by (slice, recomputed, offloaded)."""
     every = {}
@@ -116,8 +117,8 @@ class _LargestLayer(NamedTuple):
     key_gradients: float = 0.0
 
     @classmethod
-    def of(cls, costs: StageCosts, stage: Stage, length: int) -> _LargestLayer:
-        layers = layers_with_backward(costs, stage)
+    def of(cls, costs: Costs, stage: Stage, length: int) -> _LargestLayer:
+        layers = costs.layers_with_backward(stage)
         kinds = {tuple(costs.parts[part] for part in range(*layer)): layer for layer in layers}
         largest, entered = [cls()], float(costs.message_bytes(length))
         for layer in kinds.values():
@@ -135,7 +136,7 @@ _NORM = 3  # hidden states in float32 that the last stage keeps of the norm befo
 
 
 def head_part_memory(
-    costs: StageCosts,
+    costs: Costs,
     stages: Sequence[StageParts],
     schedule: Schedule,
     slices: tuple[int, ...],
@@ -148,7 +149,7 @@ def head_part_memory(
 
     Arguments are those of `memory_table`; the last of the stages has the head.
     """
-    bare = costs.without_lookups() if schedule.spreads_embedding else costs
+    bare = WithoutLookups(costs) if schedule.spreads_embedding else costs
     cut = [*stages[:-1], stages[-1]._replace(stop=stages[-1].stop - 1)]
     table = memory_table(bare, cut, schedule, slices, recompute, state, optimizer_shards)
     return _with_parts(table, costs, schedule, slices, state, optimizer_shards)
@@ -156,7 +157,7 @@ def head_part_memory(
 
 def _with_parts(
     table: MemoryTable,
-    costs: StageCosts,
+    costs: Costs,
     schedule: Schedule,
     slices: tuple[int, ...],
     state: StateBytes,
@@ -193,7 +194,7 @@ def _with_parts(
 
 
 def _at_ends(
-    unit: StageSlice, op: Op, own: Footprint, costs: StageCosts, schedule: Schedule, slices: tuple[int, ...]
+    unit: StageSlice, op: Op, own: Footprint, costs: Costs, schedule: Schedule, slices: tuple[int, ...]
 ) -> Footprint:
     """Returns the bytes of a stage's action with the tensors between its layers and the spread head, and the sum of its
     rows' lookups, from which a replayed forward starts."""
@@ -213,9 +214,7 @@ def _at_ends(
     return own
 
 
-def _part_footprints(
-    costs: StageCosts, rows: int, schedule: Schedule, length: int, is_last: bool
-) -> dict[Op, Footprint]:
+def _part_footprints(costs: Costs, rows: int, schedule: Schedule, length: int, is_last: bool) -> dict[Op, Footprint]:
     """Returns the bytes of the actions; see `slipstream.model.vocabulary` for the tensors of HeadRows."""
     wide = max(_WIDE, costs.dtype_bytes)
     tokens = costs.microbatch_size * length
@@ -238,7 +237,7 @@ def _part_footprints(
     return footprints
 
 
-def _sent(costs: StageCosts, op: Op, length: int) -> float:
+def _sent(costs: Costs, op: Op, length: int) -> float:
     """Returns the bytes of a message with V's part of a slice, or L's sums."""
     statistics = max(_WIDE, costs.dtype_bytes) * costs.microbatch_size * length
     return _HEADER + (2 * statistics + 2 * float(costs.message_bytes(length)) if op is Op.V else statistics)

@@ -10,7 +10,7 @@ from math import gcd
 from typing import Any
 
 from slipstream.cost.fit import AttentionWindow
-from slipstream.cost.stages import Stage, part_kinds, parts_of
+from slipstream.cost.work import Stage, part_kinds, parts_of
 from slipstream.schedule import Op
 
 
@@ -58,6 +58,9 @@ class StateBytes:
         has_masters = self.weights < self.gradients
         more = 0 if shard != "parameters" or has_masters else self.weights
         return replace(self, optimizer=self.optimizer + more)
+
+
+FLOAT32_STATE = StateBytes.of("float32")
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import product
 from pathlib import Path
@@ -11,29 +11,15 @@ from typing import Any
 
 import numpy as np
 
+from slipstream.array_types import Floats
+from slipstream.cost.costs import ActionBytes
 from slipstream.cost.fit import FittedTime, SlicePoint, TimeFit
-from slipstream.cost.stages import (
-    EXCHANGES,
-    OPS,
-    ActionBytes,
-    Stage,
-    all_of,
-    combine,
-    kept_by_layers,
-    layer_of,
-    layers_with_backward,
-    part_kinds,
-    parts_of,
-    pipeline_costs,
-    stage_row,
-    stage_weights,
-    unit_names,
-)
+from slipstream.cost.measured_stages import combine, stage_row
+from slipstream.cost.work import OPS, Stage, layer_of, part_kinds, parts_of, unit_names
 from slipstream.errors import SlipstreamError, did_you_mean
 from slipstream.foreign_text import parse_json, read_text
 from slipstream.options import UNSHARED, Degrees
 from slipstream.schedule import Op
-from slipstream.simulator import TableCost
 
 
 @dataclass(frozen=True)
@@ -86,7 +72,7 @@ class MeasuredStage:
 
     @property
     def parts(self) -> range:
-        """The numbers of the stage's parts, as `slipstream.cost.stages` counts them."""
+        """The numbers of the stage's parts, as `slipstream.cost.work` counts them."""
         return range(self.first, self.last + 1)
 
     def activation_bytes_at(self, length: Any) -> Any:
@@ -138,7 +124,6 @@ class MeasuredLink:
 
 FORMAT = 2
 _BUSY = 0.05  # of the measuring: above it, another program has a core
-_GRADIENT = 4  # bytes of a gradient, at least: those of master weights are float32
 
 
 @dataclass(frozen=True)
@@ -147,8 +132,7 @@ class Profile:
 
     `kinds[layer]` numbers the kinds of equal layers from 0; `units_per_layer` is 2 where their halves were measured,
     else 1, and `unit_kinds` numbers those of them that are equal. Every other stage is a sum of the measured `stages`
-    (see `slipstream.cost.stages`). It has the methods of AnalyticCosts; times are in seconds, sizes in
-    bytes.
+    (see `slipstream.cost.measured_stages`); what they cost says `MeasuredCosts`. Times are in seconds, sizes in bytes.
     """
 
     hardware: Hardware
@@ -192,18 +176,6 @@ class Profile:
             )
         return self._time(stage_row(self.parts, self.parts_of(layers)), op)
 
-    def seconds(self, layers: Stage, op: Op, length: Any, context: Any) -> Any:
-        return self.time(layers, op)(length, context)
-
-    def exchange_seconds(self, layers: Stage, op: Op, length: Any) -> tuple[Any, ...]:
-        return (0.0 * np.asarray(length),) * len(EXCHANGES)  # they are in the times
-
-    def replay_seconds(self, layers: Stage, recompute: str, length: Any, context: Any) -> Any:
-        if recompute == "full":
-            again = range(*all_of(layers_with_backward(self, layers)))
-            return self._time([0.0, *stage_row(self.parts, again)[1:]], Op.F)(length, context)
-        return self.seconds(layers, Op.R, length, context)
-
     def part_time(self, name: str, op: Op) -> FittedTime:
         """Returns the time function of one of `part_names`, or of a whole layer of one of `kind_names`.
 
@@ -242,176 +214,34 @@ class Profile:
         """Returns the numbers of a stage's parts: 0 is the embedding, the last the head."""
         return parts_of(layers, len(self.kinds), self.units_per_layer)
 
-    def by_part(self, values: Sequence[float]) -> tuple[list[float], float]:
-        """Returns each part's share of a quantity that the measured stages have, and the rest of a stage."""
-        fixed, *kinds = (sum(w * v for w, v in zip(row, values, strict=True)) for row in self._part_weights)
-        return [kinds[kind] for kind in self.parts], fixed
-
-    def activation_bytes(self, layers: Stage, length: int) -> float:
-        return self._total(layers, [float(stage.activation_bytes_at(length)) for stage in self.stages])
-
-    def kept_bytes(self, layers: Stage, recompute: str, length: int) -> float:
-        if recompute == "full":
-            return kept_by_layers(self, layers, length)
-        return float(self.message_bytes(length)) if self.parts_of(layers).start else 0.0  # the first gets tokens
-
-    @property
-    def has_action_bytes(self) -> bool:
-        """Whether the bytes of actions were measured, as older versions did not."""
-        return all(stage.actions for stage in self.stages)
-
-    def action_bytes(self, layers: Stage, length: int) -> ActionBytes:
-        if not self.has_action_bytes:
-            made = 2 * self.message_bytes(length) + self.logits_gradient_bytes(layers, length)
-            num_layers = max(1, len(self.parts_of(layers)) // self.units_per_layer)
-            return ActionBytes.estimated(self.activation_bytes(layers, length), made, num_layers)
-        measured = [stage.action_bytes_at(length) for stage in self.stages]
-        kept_bytes = self._total(layers, [actions.kept for actions in measured])
-        deferred = self._total(layers, [actions.deferred for actions in measured])
-        kinds = {self.parts[part] for part in self.parts_of(layers)}
-        single = {
-            self.parts[stage.first]: actions
-            for stage, actions in zip(self.stages, measured, strict=True)
-            if stage.first == stage.last
-        }
-        peaks = {op: max((single[kind].peaks[op] for kind in kinds), default=0.0) for op in OPS}
-        peaks[Op.I] += max(0.0, deferred)  # W's inputs of the parts whose I has run already
-        alone = max((single[kind].kept + single[kind].peaks[Op.F] for kind in kinds), default=0.0)
-        return ActionBytes(kept_bytes, deferred, peaks, alone)
-
-    def context_bytes(self, layers: Stage, length: int) -> float:
-        return length * self._total(layers, [stage.context_bytes for stage in self.stages])
-
-    def context_gradient_bytes(self, layers: Stage, length: int) -> float:
-        return length * self._total(layers, [stage.context_gradient_bytes for stage in self.stages])
-
-    def logits_gradient_bytes(self, layers: Stage, length: int) -> float:
-        has_head = self.parts_of(layers).stop == len(self.parts)
-        vocabulary = self.model.vocab_size / (self.degrees.tensor * self.degrees.context)
-        return 4 * self.microbatch_size * length * vocabulary if has_head else 0.0
-
-    def has_backward(self, stage: Stage) -> bool:
-        return True
-
-    def num_trained(self, layers: Stage) -> int:
-        return self.num_parameters(layers)
-
-    @property
-    def vocab_size(self) -> int:
-        return self.model.vocab_size
-
-    def without_lookups(self) -> Profile:
-        rows = self.model.vocab_size * self.model.hidden_size
-        stages = (
-            replace(stage, num_parameters=stage.num_parameters - rows) if stage.first == 0 else stage
-            for stage in self.stages
-        )
-        return replace(self, stages=tuple(stages))
-
-    def weight_bytes(self, layers: Stage, each: float) -> float:
-        return each * self.num_parameters(layers)
-
-    def num_optimized(self, layers: Stage, shards: int) -> float:
-        in_experts = self._trained_in_experts(layers)
-        shared = self.num_trained(layers) - in_experts
-        return shared / shards + in_experts / max(1, shards // self.degrees.experts)
-
-    def num_parameters(self, layers: Stage) -> int:
-        return round(self._total(layers, [stage.num_parameters for stage in self.stages]))
-
-    def gradient_seconds(self, layers: Stage, copies: int, shards: int = 1) -> float:
-        """Returns the time of a ring's all-reduce between replicas, or of its first half: the reduce-scatter of a
-        sharded optimizer."""
-        num_bytes = max(_GRADIENT, self.dtype_bytes)
-        return (1 if shards > 1 else 2) * self._between_copies(layers, num_bytes, copies)
-
-    def gather_seconds(self, layers: Stage, shards: int) -> float:
-        return self._between_copies(layers, self.dtype_bytes, shards)
-
-    def _between_copies(self, layers: Stage, num_bytes: float, size: int) -> float:
-        """Returns the seconds in which a ring passes on so many bytes of each parameter, and those of experts among the
-        ranks that have the same ones."""
-        if self.link is None:
-            return 0.0
-        in_experts = self._trained_in_experts(layers)
-        seconds = 0.0
-        for share, ranks in (
-            (self.num_trained(layers) - in_experts, size),
-            (in_experts, max(1, size // self.degrees.experts)),
-        ):
-            if share and ranks > 1:
-                seconds += (ranks - 1) * (self.link.latency + num_bytes * share / ranks / self.link.ring_bandwidth)
-        return seconds
-
-    def _trained_in_experts(self, layers: Stage) -> int:
-        """Returns how many of a stage's trained parameters here are of experts that are spread."""
-        return round(self._total(layers, [stage.num_in_experts for stage in self.stages]))
-
-    def optimizer_step_seconds(self, layers: Stage, shards: int = 1) -> float:
-        return self.optimizer_seconds * self.num_optimized(layers, shards)
-
-    def message_bytes(self, length: Any) -> Any:
-        num_tokens = -(-length // self.degrees.context)  # of the rank with most
-        return self.microbatch_size * num_tokens * self.model.hidden_size * self.dtype_bytes
-
-    def action_costs(
-        self, times: Mapping[tuple[int, int, Op], float], slices: Sequence[int], data_parallel: int = 1
-    ) -> TableCost:
-        if sum(slices) > self.seq_len:
-            raise SlipstreamError(
-                f"slices={list(slices)} add up to {sum(slices)} tokens, more than the profile's {self.seq_len}. "
-                f"Profile with --seq-len={sum(slices)}."
-            )
-        return TableCost(
-            times=times,
-            message_bytes=[float(self.message_bytes(length)) for length in slices],
-            latency=self.link.latency if self.link else 0,
-            bandwidth=self.link.bandwidth if self.link else None,
-        )
-
-    def handling_seconds(self, length: Any) -> Any:
-        """Returns the seconds for which a slice's message keeps each of its two ranks from computing."""
-        num_bytes = np.asarray(self.message_bytes(length))
-        return self.link.handling_seconds(num_bytes) if self.link else 0.0 * num_bytes
-
-    def cost(self, partition: Sequence[float], slices: Sequence[int]) -> TableCost:
-        """Returns the simulator's costs of a pipeline: times and activations of every stage and slice, and messages.
-
-        Args:
-            partition: layers of each stage; with halves where these were measured, 0 for an end of the model alone.
-            slices: tokens of each slice.
-
-        Raises:
-            SlipstreamError: where the layers don't add up to the model's, a slice is empty, or its time is unknown.
-        """
-        return pipeline_costs(self, partition, slices)
-
     @cached_property
-    def _measured(self) -> tuple[range, ...]:
-        return tuple(stage.parts for stage in self.stages)
-
-    @cached_property
-    def _part_weights(self) -> list[list[float]]:
-        """The weights of the measured stages in the fixed part and in each kind of part."""
+    def part_weights(self) -> Floats:
+        """The weights of the measured stages in the fixed part of a stage and in a part of each kind, (1 + kinds,
+        stages)."""
+        measured = tuple(stage.parts for stage in self.stages)
         rows = np.eye(len(self.part_names))
-        return [combine(self.parts, self._measured, [float(weight) for weight in row]) for row in rows]
-
-    def _weights(self, layers: Stage) -> list[float]:
-        return stage_weights(self.parts, self._measured, self.parts_of(layers))
+        return np.array([combine(self.parts, measured, row) for row in rows.tolist()])
 
     def _time(self, numbers: Sequence[float], op: Op) -> FittedTime:
         """Returns the time of a fixed part, and so many parts of each kind."""
         fits = tuple(stage.fits[Op.F if op is Op.R else op] for stage in self.stages)
         counts = tuple(number * self.slowdown for number in numbers)
-        return FittedTime(fits, tuple(map(tuple, self._part_weights)), counts)
+        return FittedTime(fits, tuple(map(tuple, self.part_weights.tolist())), counts)
 
     @property
     def slowdown(self) -> float:
         """The seconds that pass for each second of computing: the small load of the rest of the machine goes on."""
         return 1.0 if self.is_disturbed else 1 / (1 - self.disturbed)
 
-    def _total(self, layers: Stage, values: Sequence[float]) -> float:
-        return sum(w * value for w, value in zip(self._weights(layers), values, strict=True))
+    @property
+    def longest_slice(self) -> int:
+        """The longest slice whose time is known, in tokens."""
+        return min(fit.lengths[-1] for stage in self.stages for fit in stage.fits.values())
+
+    @property
+    def has_action_bytes(self) -> bool:
+        """Whether the bytes of actions were measured, as older versions did not."""
+        return all(stage.actions for stage in self.stages)
 
     # --- its accuracy ------------------------------------------------------------------------------------------------
 
@@ -455,7 +285,7 @@ class Profile:
 
 
 def load_profile(path: Path) -> Profile:
-    """Reads a profile.
+    """Reads a profile. `slipstream.cost.MeasuredCosts(profile).cost(partition, slices)` simulates with it.
 
     Raises:
         SlipstreamError: for a file that doesn't exist, is incomplete, or isn't a profile of this format.

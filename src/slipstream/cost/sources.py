@@ -7,14 +7,15 @@ from math import gcd
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
-from slipstream.cost.analytic import AnalyticCosts
 from slipstream.cost.cluster import Cluster
+from slipstream.cost.costs import Costs
+from slipstream.cost.counted import CountedCosts
+from slipstream.cost.measured import MeasuredCosts
 from slipstream.cost.operation_counts import ModelCount, StateBytes
 from slipstream.cost.profile import Profile
 from slipstream.errors import SlipstreamError
 from slipstream.options import SHARED_WORK, Degrees, numbers_exchanged
 
-StageCosts: TypeAlias = AnalyticCosts | Profile
 _COUNTED_ALONE: Mapping[str, str] = MappingProxyType(
     {"vocabulary": "Counts don't say whether a head can be spread: plan from the model's configuration."}
 )
@@ -112,10 +113,10 @@ class AnalyticSource:
         """Returns the lengths of the shortest and the longest slice whose times are known."""
         return 1, seq_len
 
-    def costs(self, degrees: Degrees, microbatch_size: int) -> StageCosts:
+    def costs(self, degrees: Degrees, microbatch_size: int) -> Costs:
         """Returns the costs of the model's stages."""
         t, g, e, exchange = degrees
-        return AnalyticCosts(self.model, self.cluster, t, microbatch_size, self.sequence_parallel, g, e, exchange)
+        return CountedCosts(self.model, self.cluster, t, microbatch_size, self.sequence_parallel, g, e, exchange)
 
     def peak_seconds(self, num_sequences: int, seq_len: int) -> float | None:
         """Returns the seconds of a step's products at one device's peak: the numerator of MFU, if known.
@@ -178,6 +179,7 @@ class ProfileSource:
         if num_ranks < 1:
             raise SlipstreamError(f"num_ranks={num_ranks}: a plan needs at least one rank.")
         self.profile = profile
+        self._costs = MeasuredCosts(profile)
         self.name = f"{profile.model.model_type}, {profile.model.num_layers} layers of {profile.model.hidden_size}"
         self.hardware = profile.hardware.cpu if profile.hardware.device == "cpu" else profile.hardware.device
         shared = profile.degrees
@@ -205,8 +207,8 @@ class ProfileSource:
         lengths = [fit.lengths for stage in self.profile.stages for fit in stage.fits.values()]
         return max(stage_lengths[0] for stage_lengths in lengths), min(stage_lengths[-1] for stage_lengths in lengths)
 
-    def costs(self, degrees: Degrees, microbatch_size: int) -> StageCosts:
-        return self.profile
+    def costs(self, degrees: Degrees, microbatch_size: int) -> Costs:
+        return self._costs
 
     def peak_seconds(self, num_sequences: int, seq_len: int) -> float | None:
         return None

@@ -15,14 +15,13 @@ from math import inf
 import torch
 import torch.distributed as dist
 
-from slipstream.cost import Profile
+from slipstream.cost import MeasuredCosts, Profile
 from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress
 from slipstream.parallel import RankGroup, Ranks
 from slipstream.pipeline.families.causal_lm import CausalLMFamily
 from slipstream.pipeline.pipeline_options import PipelineOptions
-from slipstream.pipeline.tuning import held_bytes, seconds_after
-from slipstream.planner.joint import ProfileUnits
+from slipstream.pipeline.tuning import held_bytes, profile_of, seconds_after
 from slipstream.planning.plan_file import rounded
 from slipstream.train.config import Config, dump_config
 from slipstream.train.configured_pipeline import make_mesh_of, source_of
@@ -65,7 +64,7 @@ class PlannedMesh:
             return 0.0
         tensor, pipeline, training = config.parallel.tensor, config.pipeline, config.training
         rows = training.batch_size / config.parallel.data / self.profile.microbatch_size
-        own = replace(self.profile, degrees=config.parallel.degrees).message_bytes(training.seq_len)
+        own = MeasuredCosts(replace(self.profile, degrees=config.parallel.degrees)).message_bytes(training.seq_len)
         sent = float(own) * 2 * (tensor - 1) / tensor
         reductions = _REDUCTIONS * rows * len(self.profile.kinds) / pipeline.num_ranks
         return self.ideal + reductions * sent / self.profile.link.ring_bandwidth
@@ -142,5 +141,4 @@ def _planned(config: Config, sequences: TrainingSequences, device: torch.device,
     after = seconds_after(plan, copies, copies if config.parallel.shard != "none" else 1)
     held, room = held_bytes(plan, request), memory_of_a_rank(config)
     obstacle = f"{bytes_text(held - room)} more than the {bytes_text(room)} of a rank" if held > room else ""
-    profile = plan.costs.profile if isinstance(plan.costs, ProfileUnits) else None
-    return PlannedMesh(config, plan.seconds + after, plan.ideal, held, obstacle, profile)
+    return PlannedMesh(config, plan.seconds + after, plan.ideal, held, obstacle, profile_of(plan))

@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 from slipstream import Layers, Pipeline
-from slipstream.cost import OPS
+from slipstream.cost import OPS, Work
 from slipstream.model import causal_cross_entropy
 from slipstream.pipeline.families.sequence_costs import (
     MeasuredLayers,
-    SequenceUnits,
+    SequenceCosts,
     bytes_between,
     measure_layers,
-    units_between,
+    runs_between,
 )
 from slipstream.schedule import Op
 from slipstream.sequential import BatchSlice, ShapeTracer, flatten_layers
@@ -125,10 +125,11 @@ def test_what_precedes_the_cut_runs_with_the_first_slice_alone() -> None:
     before = {op: [7.0, *(0.0 for _ in points[1:])] for op in OPS}
     after = {op: [seconds(*point) for point in points] for op in OPS}
     layers = MeasuredLayers((before, before, after, after), points, cut=2)
-    units = SequenceUnits(layers, units_between(4, lambda place: place != 1), bytes_per_token=4.0)
-    assert units.units == (range(2), range(2, 3), range(3, 4))
-    found, fixed = units.seconds(Op.F, np.array([3, 5]), np.array([0, 3]))
-    assert not fixed.any()
+    costs = SequenceCosts(layers, runs_between(4, lambda place: place != 1), bytes_per_token=4.0)
+    assert costs.runs == (range(2), range(2, 3), range(3, 4))
+    work = Work(Op.F, np.array([3, 5]), np.array([0, 3]))
+    found = costs.each_seconds(work)
+    assert not costs.fixed_seconds(work).any()
     assert found == pytest.approx(np.array([[14.0, 0.0], *[[seconds(3, 0), seconds(5, 3)]] * 2]))
-    assert units.layers_of((0.0, 1.0)) == (2.0, 2.0)
-    assert units.message_bytes(np.array([3, 5])).tolist() == [12.0, 20.0]
+    assert costs.layers_of((0.0, 1.0)) == (2.0, 2.0)
+    assert costs.message_bytes(np.array([3, 5])).tolist() == [12.0, 20.0]

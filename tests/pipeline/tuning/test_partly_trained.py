@@ -7,15 +7,19 @@ from dataclasses import replace
 import numpy as np
 
 from slipstream.cost import (
+    NO_LINK,
     OPS,
     Amount,
+    Costs,
     Degrees,
     Hardware,
+    MeasuredCosts,
     MeasuredStage,
     ModelCount,
     ModelIdentity,
     OpCount,
     PartCount,
+    PartlyTrained,
     Profile,
     StageParts,
     StateBytes,
@@ -24,8 +28,7 @@ from slipstream.cost import (
     memory_table,
     part_kinds,
 )
-from slipstream.pipeline.tuning.start_plan import trains_a_part
-from slipstream.planner.joint import JointPlan, JointProblem, ProfileUnits, find_joint_plan
+from slipstream.planner.joint import JointPlan, JointProblem, SlicedUnits, find_joint_plan
 from slipstream.planner.ragged import fit_rates
 from slipstream.schedule import BACKWARDS, Op
 from slipstream.simulator import memory_of
@@ -95,11 +98,11 @@ def partly_trained() -> ModelCount:
 
 
 def test_times_are_scaled_to_what_is_computed() -> None:
-    everything = ProfileUnits(PROFILE, STATE)
-    units = trains_a_part(everything, WHOLE, partly_trained())
-    assert units.num_frozen_units == 4
-    lengths, contexts = np.array([32, 32]), np.array([0, 32])
-    before, now = ({op: each.seconds(op, lengths, contexts)[0] for op in OPS} for each in (everything, units))
+    everything = MeasuredCosts(PROFILE)
+    costs = PartlyTrained(everything, WHOLE, partly_trained())
+    assert costs.num_frozen_parts == 4
+    whole, sliced = (SlicedUnits(each, (32, 32), NO_LINK) for each in (everything, costs))
+    before, now = ({op: each.seconds(op)[0] for op in OPS} for each in (whole, sliced))
     below, above, head = slice(0, 4), slice(4, 7), 7
     assert np.allclose(now[Op.F][below], before[Op.F][below])
     assert np.allclose(now[Op.F][above], 1.02 * before[Op.F][above])
@@ -112,10 +115,12 @@ def test_times_are_scaled_to_what_is_computed() -> None:
     assert np.allclose(now[Op.I][head], before[Op.I][head])
     adapter = 3 * 4_000_000
     size = STATE.weights * (8 * 200_000_000 + adapter) + (STATE.gradients + STATE.optimizer) * adapter
-    assert units.state_bytes().sum() == size
-    for kept in (units.activation_bytes(lengths)[0], units.kept_bytes(lengths)[0]):
-        assert not kept[below].any()
+    assert JointProblem(costs, LENGTH, num_ranks=2).state_sums[-1] == size
+    single = tuple(range(len(NAMES) + 1))
+    for recompute in ("none", "stage"):
+        kept = SlicedUnits(costs, (32, 32), NO_LINK, recompute).stage_activations(single)
         assert kept[above].all()
+        assert recompute == "stage" or np.allclose(kept[below], 0, atol=1e-9)
 
 
 def test_of_experts_that_are_spread_a_rank_trains_its_own() -> None:
@@ -134,28 +139,28 @@ def test_of_experts_that_are_spread_a_rank_trains_its_own() -> None:
 
     whole, part = (replace(each, layers=tuple(map(mixture, each.layers))) for each in (WHOLE, partly_trained()))
     profile = replace(PROFILE, degrees=Degrees(experts=2), stages=tuple(map(here, PROFILE.stages)))
-    rank, top = trains_a_part(ProfileUnits(profile, STATE), whole, part).profile, range(3, 6)
+    rank, top = PartlyTrained(MeasuredCosts(profile), whole, part), range(3, 6)
     assert rank.num_parameters(top) == (3 * (100 + 50 + 2 + 1) + 200) * million  # with the head
     assert rank.num_trained(top) == 3 * (2 + 1) * million
     assert rank.num_optimized(top, 2) == 3 * (1 + 1) * million  # an expert is on one of two ranks
-    assert rank.optimizer_step_seconds(top) == rank.optimizer_seconds * rank.num_trained(top)
+    assert rank.optimizer_step_seconds(top) == profile.optimizer_seconds * rank.num_trained(top)
 
 
-def planned(units: ProfileUnits) -> JointPlan:
-    return find_joint_plan(JointProblem(units, LENGTH, 2, 2, granularity=16, longest_slice=32, effort=1e6))
+def planned(costs: Costs) -> JointPlan:
+    return find_joint_plan(JointProblem(costs, LENGTH, 2, 2, granularity=16, longest_slice=32, effort=1e6))
 
 
 def test_a_plan_has_another_cut_and_no_needless_backwards() -> None:
-    everything = ProfileUnits(PROFILE, STATE)
-    units = trains_a_part(everything, WHOLE, partly_trained())
-    for_all, plan = planned(everything), planned(units)
+    everything = MeasuredCosts(PROFILE)
+    costs = PartlyTrained(everything, WHOLE, partly_trained())
+    for_all, plan = planned(everything), planned(costs)
     assert plan.partition != for_all.partition
     assert plan.ideal <= plan.bound <= plan.seconds < for_all.seconds
     ran = {action.stage for action in plan.schedule.positions if action.op in BACKWARDS}
     assert min(ran) == plan.schedule.num_frozen_stages > 0
     stages = StageParts.of_partition(plan.partition, LAYERS, 1)
-    table = memory_table(units.profile, stages, plan.schedule, plan.slices, "none", STATE)
-    whole = memory_table(PROFILE, stages, plan.schedule, plan.slices, "none", STATE)
+    table = memory_table(costs, stages, plan.schedule, plan.slices, "none", STATE)
+    whole = memory_table(everything, stages, plan.schedule, plan.slices, "none", STATE)
     adapter = 3 * 4_000_000
     assert sum(table.optimizer.values()) == STATE.optimizer * adapter
     assert sum({stage: size for (stage, _), size in table.gradients.items()}.values()) == STATE.gradients * adapter
@@ -167,9 +172,9 @@ def test_a_plan_has_another_cut_and_no_needless_backwards() -> None:
 
 
 def test_rates_know_stages_without_backwards_and_forwards_that_run_again() -> None:
-    units = trains_a_part(ProfileUnits(PROFILE, STATE), WHOLE, partly_trained())
+    costs = PartlyTrained(MeasuredCosts(PROFILE), WHOLE, partly_trained())
     once, again = (
-        fit_rates(units, [3, 3], 32, LENGTH, 16, recompute=recompute).seconds for recompute in ("none", "stage")
+        fit_rates(costs, [3, 3], 32, LENGTH, 16, recompute=recompute).seconds for recompute in ("none", "stage")
     )
     for op in (Op.B, Op.I, Op.W):
         assert once[op][1].any()

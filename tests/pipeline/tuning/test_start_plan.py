@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from slipstream import Memory, Pipeline, Runtime, SlipstreamError
-from slipstream.cost import Profile, StateBytes
+from slipstream.cost import MeasuredCosts, Profile
 from slipstream.parallel import Ranks
 from slipstream.pipeline.pipeline_options import ExpectedBatch
-from slipstream.pipeline.tuning import StartRequest, start_plan
-from slipstream.planner.joint import JointPlan, ProfileUnits
+from slipstream.pipeline.tuning import StartRequest, profile_of, start_plan
+from slipstream.planner.joint import JointPlan
 from slipstream.profile import ProfileSettings, find_costs
 from support.architectures import (
     ARCHITECTURES,
@@ -117,8 +117,8 @@ def test_a_plan_is_for_the_batches_that_are_expected() -> None:
     expected = ExpectedBatch(48, microbatch_size=2, num_microbatches=3, longest=LENGTH, say=said.append)
     pipe = planned(seq_len=expected)
     assert pipe.plan is not None
-    assert isinstance(pipe.plan.costs, ProfileUnits)
-    assert (pipe.plan.costs.profile.microbatch_size, pipe.plan.costs.profile.seq_len) == (2, LENGTH)
+    profile = profile_of(pipe.plan)
+    assert (profile.microbatch_size, profile.seq_len) == (2, LENGTH)
     assert (pipe.plan.schedule.num_microbatches, sum(pipe.plan.slices)) == (3, 48)
     assert pipe.rates is not None
     assert pipe.rates.num_stages == len(pipe.plan.partition)
@@ -193,11 +193,11 @@ def test_nothing_is_planned_where_anything_is_given(given: dict[str, object]) ->
 def test_what_a_plan_holds_is_known_before_it_runs(vocabulary: Any, tied: bool, measured: list[Profile]) -> None:
     """As it is rehearsed, with the parts of a head as without, and of tied weights."""
     pipe = planned(num_microbatches=4, vocabulary=vocabulary, config=llama(tie_word_embeddings=tied))
-    units = ProfileUnits(measured[-1], StateBytes.of("float32"))
+    costs = MeasuredCosts(measured[-1])
     request = StartRequest(seq_len=LENGTH, num_microbatches=4, num_ranks=2, dtype="float32")
     assert pipe.plan is not None
     plan = pipe.plan.partition, pipe.plan.slices, pipe.plan.schedule, pipe.plan.recompute
-    ratio = max(start_plan._most_bytes(units, request, *plan)) / rehearsed_bytes(pipe, tokens(batch=4, length=LENGTH))
+    ratio = max(start_plan._most_bytes(costs, request, *plan)) / rehearsed_bytes(pipe, tokens(batch=4, length=LENGTH))
     assert 0.95 < ratio < 1.1
 
 
@@ -206,7 +206,7 @@ def test_what_is_held_with_layers_that_are_computed_again_is_known(measured: lis
     """One by one, on one slice and on several, with whole backwards and with split ones, which hold what W needs."""
     config = llama(hidden_size=64, intermediate_size=192, max_position_embeddings=4 * LENGTH)
     planned(config=config, seq_len=4 * LENGTH)
-    units, inputs = ProfileUnits(measured[-1], StateBytes.of("float32")), tokens(batch=2, length=2 * LENGTH)
+    costs, inputs = MeasuredCosts(measured[-1]), tokens(batch=2, length=2 * LENGTH)
     request, most = StartRequest(seq_len=2 * LENGTH, num_microbatches=2, num_ranks=2, dtype="float32"), {}
     for schedule, slices in (("1f1b", (128,)), ("1f1b", (48, 32, 48)), ("zb-h1", (48, 32, 48))):
         for recompute in ("none", "full", "stage+full") if schedule == "1f1b" and len(slices) > 1 else ("full",):
@@ -214,7 +214,7 @@ def test_what_is_held_with_layers_that_are_computed_again_is_known(measured: lis
             memory, runtime = Memory(recompute=recompute), Runtime(self_check=False)
             pipe = Pipeline.from_config(config, num_ranks=2, memory=memory, runtime=runtime, **options)
             most[schedule, slices, recompute] = rehearsed_bytes(pipe, inputs)
-            counted = max(start_plan._most_bytes(units, request, (2, 2), slices, pipe.order, recompute))
+            counted = max(start_plan._most_bytes(costs, request, (2, 2), slices, pipe.order, recompute))
             assert 0.95 < counted / most[schedule, slices, recompute] < 1.1
     several = (48, 32, 48)
     split, whole = most["zb-h1", several, "full"], most["1f1b", several, "full"]

@@ -13,6 +13,7 @@ import pytest
 from slipstream.cost import (
     OPS,
     Hardware,
+    MeasuredCosts,
     MeasuredLink,
     MeasuredStage,
     Measurement,
@@ -20,14 +21,13 @@ from slipstream.cost import (
     Profile,
     ProfileSource,
     StageParts,
-    StateBytes,
     fit_times,
     load_profile,
 )
-from slipstream.cost.stages import choose_stages, combine, part_kinds, parts_of, stage_row
+from slipstream.cost.measured_stages import choose_stages, combine, stage_row
+from slipstream.cost.work import part_kinds, parts_of
 from slipstream.errors import SlipstreamError
-from slipstream.planner.joint import ProfileUnits
-from slipstream.planner.joint.unit_costs import SlicedUnits
+from slipstream.planner.joint import SlicedUnits
 from slipstream.planner.search import PlanOptions, search_plans
 from slipstream.schedule import Op, gpipe
 from slipstream.simulator import simulate
@@ -153,7 +153,7 @@ def test_a_row_that_is_not_spanned_is_an_error() -> None:
 @pytest.mark.parametrize("partition", [[6], [3, 3], [1, 4, 1], [1, 1, 1, 1, 1, 1]], ids=str)
 def test_costs_are_sums_of_parts(profile: Profile, partition: list[int]) -> None:
     slices = [32, 16, 8, 8]
-    cost = profile.cost(partition, slices)
+    cost = MeasuredCosts(profile).cost(partition, slices)
     for index, layers in enumerate(stages_of(partition)):
         for number, (length, context) in enumerate(zip(slices, (0, 32, 48, 56), strict=True)):
             for op in OPS:
@@ -178,7 +178,7 @@ def test_messages_keep_ranks_from_computing_longer_the_longer_they_are() -> None
 
 
 def test_the_simulator_takes_them(profile: Profile) -> None:
-    timeline = simulate(gpipe(1, 1, 2), profile.cost([6], [32, 32]))
+    timeline = simulate(gpipe(1, 1, 2), MeasuredCosts(profile).cost([6], [32, 32]))
     both = (Op.F, Op.B)
     expected = sum(seconds(parts(range(6)), op, 32, context) for op in both for context in (0, 32))
     assert timeline.makespan == pytest.approx(expected)
@@ -227,7 +227,8 @@ def test_a_half_that_two_kinds_of_layers_have_in_common() -> None:
     }
     for name, seconds in expected.items():
         assert found.part_time(name, Op.F)(16, 0) == pytest.approx(16 * seconds)
-    assert found.seconds(StageParts(3, 7), Op.F, 16, 0) == pytest.approx(16 * (1e-6 + 5e-6 + 3e-5 + 5e-6 + 9e-6))
+    seconds = MeasuredCosts(found).seconds(StageParts(3, 7), Op.F, 16, 0)
+    assert seconds == pytest.approx(16 * (1e-6 + 5e-6 + 3e-5 + 5e-6 + 9e-6))
 
 
 def test_a_plan_and_the_simulator_read_the_same_seconds(profile: Profile) -> None:
@@ -235,13 +236,13 @@ def test_a_plan_and_the_simulator_read_the_same_seconds(profile: Profile) -> Non
     *others, last = profile.stages
     slow = {op: fit_times({(p.length, p.context): 3 * p.seconds for p in last.points[op]}) for op in OPS}
     noisy = replace(profile, stages=(*others, replace(last, fits=slow)), disturbed=0.04)
-    units = ProfileUnits(noisy, StateBytes.of("float32"))
+    costs = MeasuredCosts(noisy)
     slices = (32, 16, 16)
     assert noisy.part_time("stage", Op.F)(16, 0) == 0
     for partition in ([6], [2, 4], [0, 5, 1, 0]):
         parts = StageParts.of_partition(partition, 6, 1)
-        table = SlicedUnits(units, slices).table((*(part.start for part in parts), parts[-1].stop))
-        cost = noisy.cost(partition, slices)
+        table = SlicedUnits(costs, slices, costs.link(2)).table((*(part.start for part in parts), parts[-1].stop))
+        cost = costs.cost(partition, slices)
         for key, seconds in table.times.items():
             assert cost.times[key] == pytest.approx(seconds, rel=1e-9)
         assert (cost.message_bytes, cost.latency) == (table.message_bytes, table.latency)
@@ -249,18 +250,18 @@ def test_a_plan_and_the_simulator_read_the_same_seconds(profile: Profile) -> Non
 
 def test_what_little_the_machine_did_besides_goes_on(profile: Profile) -> None:
     """Times are those of computing; another program, which needs more, may have ended when the steps come."""
-    seconds = profile.seconds(range(1, 3), Op.B, 16, 32)
+    seconds = MeasuredCosts(profile).seconds(range(1, 3), Op.B, 16, 32)
     for disturbed, expected in [(0.02, seconds / 0.98), (0.3, seconds)]:
         busy = replace(profile, disturbed=disturbed)
-        assert busy.seconds(range(1, 3), Op.B, 16, 32) == pytest.approx(expected)
+        assert MeasuredCosts(busy).seconds(range(1, 3), Op.B, 16, 32) == pytest.approx(expected)
         assert busy.is_disturbed == (disturbed == 0.3)
 
 
 def test_memory_of_a_stage(profile: Profile) -> None:
-    assert profile.context_bytes(range(1, 5), 10) == pytest.approx(8 * 4 * 10)
-    assert profile.context_gradient_bytes(range(1, 5), 10) == pytest.approx(16 * 4 * 10)
-    assert profile.num_parameters(range(3, 6)) == 150 + 100 + 150 + 1000
-    assert profile.optimizer_step_seconds(range(3, 6)) == pytest.approx(1.4e-6)
+    assert MeasuredCosts(profile).context_bytes(range(1, 5), 10) == pytest.approx(8 * 4 * 10)
+    assert MeasuredCosts(profile).context_gradient_bytes(range(1, 5), 10) == pytest.approx(16 * 4 * 10)
+    assert MeasuredCosts(profile).num_parameters(range(3, 6)) == 150 + 100 + 150 + 1000
+    assert MeasuredCosts(profile).optimizer_step_seconds(range(3, 6)) == pytest.approx(1.4e-6)
 
 
 def test_replicas_reduce_gradients_over_the_measured_link(profile: Profile) -> None:
@@ -268,19 +269,22 @@ def test_replicas_reduce_gradients_over_the_measured_link(profile: Profile) -> N
     link = profile.link
     assert link is not None
     stage = range(3, 6)
-    third = 4 * profile.num_parameters(stage) / 3 / link.bandwidth
-    assert profile.gradient_seconds(stage, 3) == pytest.approx(4 * (link.latency + third))
-    assert profile.gradient_seconds(stage, 1) == 0
+    third = 4 * MeasuredCosts(profile).num_parameters(stage) / 3 / link.bandwidth
+    assert MeasuredCosts(profile).gradient_seconds(stage, 3) == pytest.approx(4 * (link.latency + third))
+    assert MeasuredCosts(profile).gradient_seconds(stage, 1) == 0
     twice = replace(profile, link=replace(link, sum_bandwidth=2 * link.bandwidth))
-    assert twice.gradient_seconds(stage, 3) == pytest.approx(4 * (link.latency + third / 2))
-    assert profile.optimizer_step_seconds(stage, shards=2) == profile.optimizer_step_seconds(stage) / 2
+    assert MeasuredCosts(twice).gradient_seconds(stage, 3) == pytest.approx(4 * (link.latency + third / 2))
+    assert (
+        MeasuredCosts(profile).optimizer_step_seconds(stage, shards=2)
+        == MeasuredCosts(profile).optimizer_step_seconds(stage) / 2
+    )
     source = ProfileSource(profile, num_ranks=4)
     options = PlanOptions(pipeline_parallel=(2,), schedule=("1f1b",), stages_per_rank=(1,), num_slices=(2,))
     found = search_plans(source, 64, 6, options=options).best
     cut = StageParts.of_partition(found.partition, len(profile.kinds), 1)
     assert found.configuration.data_parallel == 2
     shards = found.configuration.optimizer_shards
-    reduced = [pytest.approx(profile.gradient_seconds(each, 2, shards)) for each in cut]
+    reduced = [pytest.approx(MeasuredCosts(profile).gradient_seconds(each, 2, shards)) for each in cut]
     assert found.seconds_by_cause["gradient reduction"] in reduced
     assert any("computed from the measured link" in note for note in source.notes())
     assert any("can't measure a link" in note for note in ProfileSource(replace(profile, link=None), 1).notes())
@@ -290,7 +294,7 @@ def test_a_file_comes_back_equal(profile: Profile, tmp_path: Path) -> None:
     for each in (profile, replace(profile, link=None)):
         each.save(tmp_path / "profile.json")
         assert load_profile(tmp_path / "profile.json") == each
-    assert each.cost([3, 3], [64]).bandwidth is None
+    assert MeasuredCosts(each).cost([3, 3], [64]).bandwidth is None
 
 
 @pytest.mark.parametrize(
@@ -348,7 +352,7 @@ def test_pipelines_that_were_not_measured(
     profile: Profile, partition: list[float], slices: list[int], reason: str
 ) -> None:
     with pytest.raises(SlipstreamError, match=reason):
-        profile.cost(partition, slices)
+        MeasuredCosts(profile).cost(partition, slices)
 
 
 def test_the_error_is_of_the_points_held_out(profile: Profile) -> None:

@@ -21,10 +21,11 @@ from torch.nn.functional import cross_entropy
 from transformers import BloomConfig, DeepseekV3Config, LlamaConfig, PretrainedConfig, PreTrainedModel
 
 from slipstream import Pipeline, SequenceLoss, SlipstreamError, make_mesh
+from slipstream.cost import MeasuredCosts
 from slipstream.model import causal_cross_entropy
 from slipstream.parallel import RankGroup
 from slipstream.pipeline.execution import step_graphs
-from slipstream.planner.joint import ProfileUnits
+from slipstream.pipeline.tuning import profile_of
 from support import mixtures
 from support.adapters import adapted, lora, pipe_error, whole_gradients
 from support.architectures import (
@@ -96,10 +97,10 @@ def planned() -> None:
     open_ = {"schedule": "auto", "slices": "auto", "num_microbatches": 1, "seq_len": 64}
     pipe = rows("llama", {"cp": 2}, num_ranks=2, **open_)
     assert pipe.plan is not None
-    assert isinstance(pipe.plan.costs, ProfileUnits)
-    profile, group = pipe.plan.costs.profile, pipe.axes["cp"]
+    profile, group = profile_of(pipe.plan), pipe.axes["cp"]
     assert (profile.degrees.context, profile.hardware.processes) == (group.size, dist.get_world_size())
-    assert profile.message_bytes(7) == -(-7 // group.size) * profile.message_bytes(1)
+    costs = MeasuredCosts(profile)
+    assert costs.message_bytes(7) == -(-7 // group.size) * costs.message_bytes(1)
 
 
 def indivisible(mesh: dict[str, int]) -> None:

@@ -28,12 +28,13 @@ from transformers import (
 from transformers.integrations.moe import ExpertsInterface, batched_mm_experts_forward
 
 from slipstream import Memory, Parallelism, Pipeline, SequenceLoss, SlipstreamError, make_mesh
+from slipstream.cost import MeasuredCosts
 from slipstream.model import causal_cross_entropy
 from slipstream.model.anatomy import expert_modules
 from slipstream.model.toy import perturb_parameters
 from slipstream.parallel import RankGroup
 from slipstream.pipeline.execution import step_graphs
-from slipstream.planner.joint import ProfileUnits
+from slipstream.pipeline.tuning import profile_of
 from slipstream.planner.ragged import StepPlan
 from slipstream.schedule import make_schedule
 from support.architectures import (
@@ -459,13 +460,13 @@ def planned() -> None:
     open_ = {"schedule": "auto", "slices": "auto", "num_microbatches": 1, "seq_len": 64}
     pipe = exact("qwen3_moe", replicas, num_ranks=2, **open_)
     assert pipe.plan is not None
-    assert isinstance(pipe.plan.costs, ProfileUnits)
-    profile = pipe.plan.costs.profile
+    profile = profile_of(pipe.plan)
     assert profile.degrees.experts == 2
     a_half = 8 // 2 * 3 * 32 * 16  # of a layer's experts
     assert {0, a_half} <= {stage.num_in_experts for stage in profile.stages}
-    others = profile.num_parameters(range(3)) - 3 * a_half
-    assert profile.num_optimized(range(3), 2) == others / 2 + 3 * a_half
+    costs = MeasuredCosts(profile)
+    others = costs.num_parameters(range(3)) - 3 * a_half
+    assert costs.num_optimized(range(3), 2) == others / 2 + 3 * a_half
 
 
 def four_replicas(every: bool = False) -> None:

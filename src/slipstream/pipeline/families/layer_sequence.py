@@ -24,10 +24,10 @@ from slipstream.pipeline.execution.losses import GivenLosses, Losses, OutputForm
 from slipstream.pipeline.families.model_family import Balance, ModelFamily
 from slipstream.pipeline.families.sequence_costs import (
     MeasuredLayers,
-    SequenceUnits,
+    SequenceCosts,
     bytes_between,
     measure_layers,
-    units_between,
+    runs_between,
 )
 from slipstream.pipeline.families.stage_layout import StageLayout, check_lengths, given_counts
 from slipstream.pipeline.pipeline_options import PipelineOptions, SequenceLoss, torch_dtype
@@ -115,8 +115,8 @@ class SequenceFamily(ModelFamily):
         link = measure_link(self._tracer.device, self._ranks)
         measure = partial(measure_layers, self._layers, whole, trace, cut, self._tracer.device)
         measured: MeasuredLayers = self._ranks.broadcast(self._ranks.world.all_or_none(measure))
-        units = units_between(len(self._layers), self._may_end_at)
-        costs = SequenceUnits(measured, units, bytes_between(trace, cut), link)
+        units = runs_between(len(self._layers), self._may_end_at)
+        costs = SequenceCosts(measured, units, bytes_between(trace, cut), link)
         problem = JointProblem(
             costs=costs,
             seq_len=length,

@@ -12,13 +12,14 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from slipstream.array_types import Floats, Ints
-from slipstream.cost import OPS, MeasuredLink
+from slipstream.array_types import Floats
+from slipstream.cost import NO_LINK, OPS, Costs, LinkTime, MeasuredLink, Work
 from slipstream.errors import SlipstreamError
 from slipstream.keyed_draws import kept_random_states
 from slipstream.model.attached_code import copy_modules
@@ -161,45 +162,41 @@ def _copied(device: torch.device, tensor: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class SequenceUnits:
-    """The costs of a sequence's units (see `UnitCosts`): runs of layers between which it may be cut.
+class SequenceCosts(Costs):
+    """The measured costs of a sequence of layers, whose parts are runs of layers between which it may be cut.
 
-    The first unit is where the embedding is for a causal LM, and the last where its head is, so that of n units n - 2
+    The first part is where the embedding is for a causal LM, and the last where its head is, so that of n parts n - 2
     are layers. Memory isn't known.
 
     Args:
         measured: the seconds of the layers.
-        units: the layers of each unit.
+        runs: the layers of each part.
         bytes_per_token: of a message between stages; of a whole microbatch where nothing is cut.
-        link: between two ranks. None: messages take no time.
+        measured_link: between two ranks. None: messages take no time.
     """
 
     measured: MeasuredLayers
-    units: tuple[range, ...]
+    runs: tuple[range, ...]
     bytes_per_token: float
-    link: MeasuredLink | None = None
-    units_per_layer: int = 1
-    num_frozen_units: int = 0
+    measured_link: MeasuredLink | None = None
 
-    @property
-    def num_layers(self) -> int:
-        return len(self.units) - 2
+    @cached_property
+    def parts(self) -> Sequence[int]:
+        return range(len(self.runs))
 
-    @property
-    def latency(self) -> float:
-        return self.link.latency if self.link else 0.0
+    def link(self, num_ranks: int, replicas: int = 1) -> LinkTime:
+        link = self.measured_link
+        return LinkTime(link.latency, link.bandwidth) if link else NO_LINK
 
-    @property
-    def bandwidth(self) -> float | None:
-        return self.link.bandwidth if self.link else None
-
-    def seconds(self, op: Op, lengths: Ints, contexts: Ints) -> tuple[Floats, Floats]:
-        """Returns the seconds of an op of each unit, (units, slices), and of a stage besides. The first slice takes a
-        whole microbatch through the layers before the cut."""
+    def each_seconds(self, work: Work) -> Floats:
+        """Returns the seconds of each part, (parts, slices). The first slice takes a whole microbatch through the
+        layers before the cut."""
+        op, lengths, contexts = work
         features = np.stack([np.ones(len(lengths)), lengths, lengths * contexts + lengths * (lengths + 1) / 2])
         whole, sliced = self._fits[op]
         by_layer = np.outer(whole, contexts == 0) + sliced @ features
-        return np.add.reduceat(by_layer, [unit.start for unit in self.units], axis=0), np.zeros(len(lengths))
+        seconds: Floats = np.add.reduceat(by_layer, [run.start for run in self.runs], axis=0)
+        return seconds
 
     @cached_property
     def _fits(self) -> dict[Op, tuple[Floats, Floats]]:
@@ -214,34 +211,24 @@ class SequenceUnits:
             fits[op] = whole, np.array(sliced)
         return fits
 
-    def activation_bytes(self, lengths: Ints) -> tuple[Floats, Floats]:
-        return np.zeros((len(self.units), len(lengths))), np.zeros(len(lengths))
+    def message_bytes(self, length: Any) -> Any:
+        return self.bytes_per_token * np.asarray(length, float)
 
-    def kept_bytes(self, lengths: Ints) -> tuple[Floats, Floats]:
-        return self.activation_bytes(lengths)
-
-    def state_bytes(self) -> Floats:
-        return np.zeros(len(self.units))
-
-    def message_bytes(self, lengths: Ints) -> Floats:
-        return self.bytes_per_token * lengths.astype(float)
-
-    def handling_seconds(self, lengths: Ints) -> Floats:
-        if self.link is None:
-            return np.zeros(len(lengths))
-        seconds: Floats = np.asarray(self.link.handling_seconds(self.message_bytes(lengths)), float)
-        return seconds
+    def handling_seconds(self, length: Any) -> Any:
+        if self.measured_link is None:
+            return super().handling_seconds(length)
+        return self.measured_link.handling_seconds(self.message_bytes(length))
 
     def layers_of(self, partition: Sequence[float]) -> tuple[float, ...]:
-        """Returns the layers of each stage, given the units between the first and the last."""
+        """Returns the layers of each stage, given the parts between the first and the last."""
         counts = [int(count) for count in partition]
         counts[0] += 1
         counts[-1] += 1
-        sizes, ends = [len(unit) for unit in self.units], np.cumsum([0, *counts])
+        sizes, ends = [len(run) for run in self.runs], np.cumsum([0, *counts])
         return tuple(float(sum(sizes[a:b])) for a, b in pairwise(ends))
 
 
-def units_between(num_layers: int, may_cut: Callable[[int], bool]) -> tuple[range, ...]:
+def runs_between(num_layers: int, may_cut: Callable[[int], bool]) -> tuple[range, ...]:
     """Returns the runs of layers between the places where a sequence may be cut."""
     places = [0, *filter(may_cut, range(1, num_layers)), num_layers]
     return tuple(range(a, b) for a, b in pairwise(places))

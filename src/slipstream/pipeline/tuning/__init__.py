@@ -8,6 +8,7 @@ from slipstream.pipeline.tuning.start_plan import (
     is_free,
     measure_rates,
     plan_start,
+    profile_of,
     seconds_after,
     with_plan,
 )

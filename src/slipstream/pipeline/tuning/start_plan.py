@@ -1,39 +1,30 @@
-"""schedule, slices and partition "auto" together: a plan from measured costs, made before the stages are.
-
-The costs of training a part of a model, from measured costs of training all of it and counts of both.
-
-A run measures a model once, with all weights trained, and keeps that. Where some are frozen, or an adapter is trained
-beside them, a unit's F, I and W take as much of the measured time as their counted products are of those with all
-weights trained: nothing of I and W below the lowest trained part, no W of a frozen one, a little more of F where there
-is an adapter.
-"""
+"""schedule, slices and partition "auto" together: a plan from measured costs, made before the stages are."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
-from functools import cached_property, partial
+from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
 
-import numpy as np
 import torch
 from transformers import PretrainedConfig
 
-from slipstream.array_types import Floats, Ints
 from slipstream.comm import HEADER_BYTES
 from slipstream.cost import (
     REPLAYED,
-    ActionBytes,
+    Costs,
+    MeasuredCosts,
     MeasuredLink,
-    ModelCount,
-    PartCount,
+    PartlyTrained,
     Profile,
-    Stage,
     StageParts,
     StateBytes,
+    WithoutHead,
     head_part_memory,
+    innermost,
     memory_table,
 )
 from slipstream.errors import SlipstreamError
@@ -44,20 +35,11 @@ from slipstream.parallel import Ranks, possible_exchanges
 from slipstream.pipeline.cut_batch import token_bytes
 from slipstream.pipeline.pipeline_options import ExpectedBatch, PipelineOptions
 from slipstream.pipeline.tuning.row_plan import granularity_for
-from slipstream.planner.joint import (
-    JointPlan,
-    JointProblem,
-    OutOfMemoryError,
-    ProfileUnits,
-    UnitCosts,
-    UnitsWithoutHead,
-    Vocabulary,
-    find_vocabulary_plan,
-)
+from slipstream.planner.joint import JointPlan, JointProblem, OutOfMemoryError, Vocabulary, find_vocabulary_plan
 from slipstream.planner.ragged import StageRates, fit_rates
 from slipstream.profile import ProfileSettings, count_model, find_costs
 from slipstream.profile.cost_cache import CostCache
-from slipstream.schedule import Op, Schedule, add_recompute
+from slipstream.schedule import Schedule, add_recompute
 from slipstream.simulator import memory_of
 from slipstream.units import seconds_text
 
@@ -88,6 +70,15 @@ class StartRequest(ExpectedBatch):
     parallel: Parallelism = Parallelism()
     tied: bool = False
     trained: TrainedWeights = ALL_WEIGHTS
+
+    @property
+    def state(self) -> StateBytes:
+        """The bytes per parameter."""
+        return StateBytes.of("float32" if self.dtype == "bf16" else self.dtype)
+
+    def fit_rates(self, costs: Costs, longest: int, partition: Sequence[float], recompute: str) -> StageRates:
+        """Returns the rates of stages with so many layers, from costs of slices of up to `longest` tokens."""
+        return fit_rates(costs, partition, longest, self.profile.seq_len, self.granularity, recompute=recompute)
 
     @property
     def granularity(self) -> int:
@@ -136,7 +127,7 @@ def plan_start(
     plans, refusal = list[tuple[JointPlan, StageRates]](), None
     for kind in kinds:
         # Messages between stages take as long however a slice is shared.
-        link = plans[0][0].costs.profile.link if plans and isinstance(plans[0][0].costs, ProfileUnits) else None
+        link = profile_of(plans[0][0]).link if plans else None
         try:
             asked = replace(request, parallel=request.parallel.exchanging(kind))
             plans.append(_plan(config, asked, ranks, device, say, every, link))
@@ -163,31 +154,31 @@ def _plan(
     """Returns the plan with the ranks' exchange as given. Collective."""
     told = _Told(say, every)
     profile = find_costs(config, request.profile, device, ranks, say, told.measured, link)
-    units = _units(profile, config, request, ranks, say)
-    if units.units_per_layer == 1 and ranks.leads:
+    costs = _costs(profile, config, request, ranks, say)
+    if costs.units_per_layer == 1 and ranks.leads:
         say(f"layers are planned whole: {why_layers_stay_whole(config, find_anatomy(config))}")
     problem = JointProblem(
-        costs=units,
+        costs=costs,
+        state=request.state,
         seq_len=request.seq_len,
         num_ranks=request.num_ranks,
         num_microbatches=request.num_microbatches,
         granularity=request.granularity,
-        longest_slice=units.longest_slice,  # shorter than was asked for where time ran out
+        longest_slice=profile.longest_slice,  # shorter than was asked for where time ran out
         memory_limit=request.memory_limit,
-        account=partial(_most_bytes, units, request),
+        account=partial(_most_bytes, costs, request),
         tied=request.tied,
     )
     problem = replace(problem, effort=request.effort * problem.effort)
 
     def found() -> tuple[JointPlan, StageRates]:
-        plan = replace(find_vocabulary_plan(problem, request.vocabulary, told.searched), costs=units)
+        plan = replace(find_vocabulary_plan(problem, request.vocabulary, told.searched), costs=costs)
         if request.device_memory is not None and held_bytes(plan, request) > request.device_memory:
             limited = replace(problem, memory_limit=min(request.device_memory, problem.memory_limit or inf))
             with suppress(OutOfMemoryError):
-                plan = replace(find_vocabulary_plan(limited, request.vocabulary, told.searched), costs=units)
-        costs: UnitCosts = UnitsWithoutHead(units) if plan.head == "spread" else units
-        lengths = units.longest_slice, request.profile.seq_len, request.granularity
-        return plan, fit_rates(costs, plan.partition, *lengths, recompute=plan.recompute)
+                plan = replace(find_vocabulary_plan(limited, request.vocabulary, told.searched), costs=costs)
+        of_stages = WithoutHead(costs) if plan.head == "spread" else costs
+        return plan, request.fit_rates(of_stages, profile.longest_slice, plan.partition, plan.recompute)
 
     chosen: tuple[JointPlan, StageRates] = ranks.run_on_leader(found)
     return chosen
@@ -221,62 +212,69 @@ def measure_rates(
             profile = ranks.run_on_leader(lambda: cache.find(say))
         if profile is None:
             return None
-        units = _units(profile, config, request, ranks, say)
+        costs = _costs(profile, config, request, ranks, say)
     except SlipstreamError as error:
         say(f"the first steps are timed, as costs can't be measured: {error}")
         return None
-    lengths = units.longest_slice, settings.seq_len, request.granularity
-    rates: StageRates = ranks.run_on_leader(lambda: fit_rates(units, partition, *lengths, recompute=recompute))
+    longest = profile.longest_slice
+    rates: StageRates = ranks.run_on_leader(lambda: request.fit_rates(costs, longest, partition, recompute))
     return rates
 
 
-def _units(
+def _costs(
     profile: Profile, config: PretrainedConfig, request: StartRequest, ranks: Ranks, say: Callable[[str], None]
-) -> ProfileUnits:
-    """Returns the costs of the model's units, as it is trained. Collective."""
-    measured = ProfileUnits(profile, StateBytes.of("float32" if request.dtype == "bf16" else request.dtype))
-    units: ProfileUnits = ranks.run_on_leader(lambda: _of_what_is_trained(measured, config, request, say))
-    return units
+) -> Costs:
+    """Returns the costs of the model's parts, as it is trained. Collective."""
+    costs: Costs = ranks.run_on_leader(lambda: of_what_is_trained(MeasuredCosts(profile), config, request, say))
+    return costs
 
 
-def _of_what_is_trained(
-    units: ProfileUnits, config: PretrainedConfig, request: StartRequest, say: Callable[[str], None]
-) -> ProfileUnits:
-    """Returns the costs of the units with the trained weights, as far as the model's operations can be counted."""
+def of_what_is_trained(
+    costs: Costs, config: PretrainedConfig, request: StartRequest, say: Callable[[str], None]
+) -> Costs:
+    """Returns the costs with the trained weights, as far as the model's operations can be counted."""
     if request.trained.are_all:
-        return units
+        return costs
     try:
         whole, part = (count_model(config, request.seq_len, trained=kind) for kind in (ALL_WEIGHTS, request.trained))
     except SlipstreamError as error:
         say(f"it is planned as if all weights were trained: {error}")
-        return units
+        return costs
     below = max(0, part.num_frozen_parts - 1) / part.units_per_layer
     say(
         f"it is planned for {part.num_trained:,} trained parameters of {part.num_parameters:,}: {below:g} layers below "
         "them run forward only, and measured times are scaled to what is computed"
     )
-    return trains_a_part(units, whole, part)
+    return PartlyTrained(costs, whole, part)
+
+
+def profile_of(plan: JointPlan) -> Profile:
+    """Returns the profile by which a plan was made here."""
+    assert plan.costs is not None
+    measured = innermost(plan.costs)
+    assert isinstance(measured, MeasuredCosts)
+    return measured.profile
 
 
 def held_bytes(plan: JointPlan, request: StartRequest) -> float:
     """Returns the most bytes that a rank holds with a plan that was made here."""
-    assert isinstance(plan.costs, ProfileUnits)
+    assert plan.costs is not None
     return max(_most_bytes(plan.costs, request, plan.partition, plan.slices, plan.schedule, plan.recompute))
 
 
 def seconds_after(plan: JointPlan, copies: int, shards: int) -> float:
     """Returns the seconds from a rank's last backward to the end of the step, for the rank that takes longest: the sum
     of gradients over ranks with the same weights, and the optimizer, over `shards` of which its state is spread."""
-    assert isinstance(plan.costs, ProfileUnits)
-    profile, seconds = plan.costs.profile, [0.0] * plan.schedule.num_ranks
-    stages = StageParts.of_partition(plan.partition, plan.costs.num_layers, plan.costs.units_per_layer)
+    costs, seconds = plan.costs, [0.0] * plan.schedule.num_ranks
+    assert costs is not None
+    stages = StageParts.of_partition(plan.partition, costs.num_layers, costs.units_per_layer)
     for stage, rank in zip(stages, plan.schedule.placement, strict=True):
-        seconds[rank] += profile.gradient_seconds(stage, copies) + profile.optimizer_step_seconds(stage, shards)
+        seconds[rank] += costs.gradient_seconds(stage, copies) + costs.optimizer_step_seconds(stage, shards)
     return max(seconds)
 
 
 def _most_bytes(
-    units: ProfileUnits,
+    costs: Costs,
     request: StartRequest,
     partition: Sequence[float],
     slices: tuple[int, ...],
@@ -284,12 +282,11 @@ def _most_bytes(
     recompute: str,
 ) -> list[float]:
     """Returns the most bytes that each rank holds, as they are counted before a step runs."""
-    profile = units.profile
     if recompute in REPLAYED:
         schedule = add_recompute(schedule)
-    stages = StageParts.of_partition(partition, units.num_layers, units.units_per_layer)
+    stages = StageParts.of_partition(partition, costs.num_layers, costs.units_per_layer)
     account = head_part_memory if schedule.spreads_vocabulary else memory_table
-    table = account(profile, stages, schedule, slices, recompute, units.state)
+    table = account(costs, stages, schedule, slices, recompute, request.state)
     batch = token_bytes(request.num_microbatches * request.microbatch_size * request.seq_len)
     ranks = memory_of(schedule, replace(table, header_bytes=HEADER_BYTES))
     return [(1 + _UNSEEN) * rank.peak + batch for rank in ranks]
@@ -329,8 +326,8 @@ def is_free(options: PipelineOptions, *slices: object) -> bool:
 def with_plan(options: PipelineOptions, plan: JointPlan) -> PipelineOptions:
     """Returns the options in which the plan's choices are given."""
     memory = options.memory.model_copy(update={"recompute": plan.recompute})
-    if isinstance(plan.costs, ProfileUnits):
-        options = replace(options, parallel=options.parallel.exchanging(plan.costs.profile.degrees.exchange))
+    if plan.costs is not None and plan.costs.degrees.context > 1:
+        options = replace(options, parallel=options.parallel.exchanging(plan.costs.degrees.exchange))
     return replace(
         options,
         schedule=plan.schedule,
@@ -338,138 +335,3 @@ def with_plan(options: PipelineOptions, plan: JointPlan) -> PipelineOptions:
         partition=list(plan.partition),
         memory=memory,
     )
-
-
-_Counted = tuple[float, float]  # in all, and in experts
-
-
-def _parameters(part: PartCount) -> _Counted:
-    return part.num_parameters, part.num_in_experts
-
-
-@dataclass(frozen=True, kw_only=True)
-class PartlyTrained(Profile):
-    """A profile whose bytes are those of training a part of the model.
-
-    The smaller memory of a frozen layer isn't known, so that above the lowest trained part activations count as
-    measured.
-
-    Args:
-        whole: the counted model with all weights trained.
-        part: the same with the trained weights.
-    """
-
-    whole: ModelCount
-    part: ModelCount
-
-    @classmethod
-    def of(cls, profile: Profile, whole: ModelCount, part: ModelCount) -> PartlyTrained:
-        """Returns the profile for the trained weights of `part`."""
-        values = {field.name: getattr(profile, field.name) for field in fields(Profile)}
-        return cls(**values, whole=whole, part=part)
-
-    def has_backward(self, stage: Stage) -> bool:
-        return self.parts_of(stage).stop > self.part.num_frozen_parts
-
-    def num_parameters(self, layers: Stage) -> int:
-        whole, part = (self._held(layers, _parameters, count) for count in (self.whole, self.part))
-        return super().num_parameters(layers) + round(part - whole)
-
-    def weight_bytes(self, layers: Stage, each: float) -> float:
-        return super().weight_bytes(layers, each) - self._held(layers, lambda part: (part.saved_bytes(each), 0))
-
-    def num_trained(self, layers: Stage) -> int:
-        frozen = self._held(layers, lambda part: (part.num_frozen, part.num_in_experts - part.num_trained_in_experts))
-        return max(0, self.num_parameters(layers) - round(frozen))
-
-    def _trained_in_experts(self, layers: Stage) -> int:
-        trained = self._held(layers, lambda part: (part.num_trained_in_experts, part.num_trained_in_experts))
-        return round(trained) if self.degrees.experts > 1 else 0
-
-    def activation_bytes(self, layers: Stage, length: int) -> float:
-        return super().activation_bytes(self._with_backward(layers), length) if self.has_backward(layers) else 0.0
-
-    def kept_bytes(self, layers: Stage, recompute: str, length: int) -> float:
-        return super().kept_bytes(layers, recompute, length) if self.has_backward(layers) else 0.0
-
-    def action_bytes(self, layers: Stage, length: int) -> ActionBytes:
-        if self.has_backward(layers):
-            return super().action_bytes(self._with_backward(layers), length)
-        during = super().action_bytes(layers, length).alone
-        return ActionBytes(0.0, 0.0, dict.fromkeys((Op.F, Op.B, Op.I, Op.W), 0.0) | {Op.F: during}, during)
-
-    def context_gradient_bytes(self, layers: Stage, length: int) -> float:
-        return super().context_gradient_bytes(self._with_backward(layers), length) if self.has_backward(layers) else 0.0
-
-    def _held(self, layers: Stage, value: Callable[[PartCount], _Counted], count: ModelCount | None = None) -> float:
-        """Returns a rank's share of the parts' sum, in all and in experts."""
-        counted = (count or self.part).counted(self._parts(layers))
-        return sum(times * self.degrees.held(*value(part)) for times, part in counted)
-
-    def _parts(self, layers: Stage) -> StageParts:
-        parts = self.parts_of(layers)
-        return StageParts(parts.start, parts.stop)
-
-    def _with_backward(self, layers: Stage) -> StageParts:
-        """Returns the parts of a stage from the lowest trained one on."""
-        parts = self.parts_of(layers)
-        return StageParts(max(parts.start, self.part.num_frozen_parts), parts.stop)
-
-
-@dataclass(frozen=True)
-class PartlyTrainedUnits(ProfileUnits):
-    """The costs of a model's units (see `UnitCosts`) where a part of the model is trained."""
-
-    profile: PartlyTrained
-
-    @property
-    def num_frozen_units(self) -> int:
-        return self.profile.part.num_frozen_parts
-
-    def seconds(self, op: Op, lengths: Ints, contexts: Ints) -> tuple[Floats, Floats]:
-        units, fixed = super().seconds(op, lengths, contexts)
-        if op is not Op.B:
-            return units * self._shares[op][:, None], fixed
-        inputs, weights = (super(PartlyTrainedUnits, self).seconds(half, lengths, contexts)[0] for half in (Op.I, Op.W))
-        computed = inputs * self._shares[Op.I][:, None] + weights * self._shares[Op.W][:, None]
-        both = inputs + weights
-        return units * np.divide(computed, both, out=np.zeros_like(both), where=both > 0), fixed
-
-    def activation_bytes(self, lengths: Ints) -> tuple[Floats, Floats]:
-        units, fixed = super().activation_bytes(lengths)
-        return self._above(units), fixed
-
-    def kept_bytes(self, lengths: Ints) -> tuple[Floats, Floats]:
-        units, fixed = super().kept_bytes(lengths)
-        return self._above(units), fixed
-
-    def state_bytes(self) -> Floats:
-        parts = [StageParts(part, part + 1) for part in range(len(self.profile.parts))]
-        weights = np.array([self.profile.weight_bytes(part, self.state.weights) for part in parts], float)
-        trained = np.array([self.profile.num_trained(part) for part in parts], float)
-        state_bytes: Floats = weights + (self.state.gradients + self.state.optimizer) * trained
-        return state_bytes
-
-    def _above(self, units: Floats) -> Floats:
-        # Nothing for units without a backward.
-        return units * (np.arange(len(units)) >= self.num_frozen_units)[:, None]
-
-    @cached_property
-    def _shares(self) -> dict[Op, Floats]:
-        """The part of a unit's measured F, I and W that remains."""
-        counts = self.profile.whole, self.profile.part
-        pairs = list(zip(*([count.of_kind[kind] for kind in count.parts] for count in counts), strict=True))
-        return {op: np.array([_share(op, *pair) for pair in pairs]) for op in (Op.F, Op.I, Op.W)}
-
-
-def _share(op: Op, whole: PartCount, part: PartCount) -> float:
-    """Returns the products of an op in relation to those with all weights trained; of a part without products whether
-    the op runs."""
-    runs = {Op.F: True, Op.I: part.has_backward, Op.W: part.num_trained > 0}[op]
-    before, now = (count.ops[op].flops.per_token for count in (whole, part))
-    return float(runs) if not before else now / before * runs
-
-
-def trains_a_part(units: ProfileUnits, whole: ModelCount, part: ModelCount) -> ProfileUnits:
-    """Returns the units' costs with the trained weights of `part`."""
-    return PartlyTrainedUnits(PartlyTrained.of(units.profile, whole, part), units.state)

@@ -2,11 +2,10 @@
 
 from slipstream.planner.joint.joint_search import (
     OutOfMemoryError,
-    UnitsWithoutHead,
     Vocabulary,
     find_joint_plan,
     find_vocabulary_plan,
     spread_costs,
 )
 from slipstream.planner.joint.problem import JointPlan, JointProblem
-from slipstream.planner.joint.unit_costs import AnalyticUnits, ProfileUnits, SlicedUnits, UnitCosts, units_of
+from slipstream.planner.joint.sliced_units import SlicedUnits, Tabulated

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from heapq import heappop, heappush, nsmallest
-from itertools import accumulate
 from math import ceil, inf
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-import numpy as np
-
-from slipstream.array_types import Floats, Ints
-from slipstream.cost import BY_LAYER, unit_bounds
+from slipstream.cost import BY_LAYER, WithoutHead, unit_bounds
 from slipstream.errors import SlipstreamError
 from slipstream.planner.joint.problem import Candidate, JointPlan, JointProblem, MemoryAccount
-from slipstream.planner.joint.unit_costs import SlicedUnits, UnitCosts
+from slipstream.planner.joint.sliced_units import SlicedUnits
 from slipstream.schedule import Op, Schedule, ScheduleError, spread_vocabulary
 from slipstream.simulator import TableCost, result_seconds, simulate
 
@@ -248,7 +244,7 @@ def find_vocabulary_plan(problem: JointProblem, vocabulary: Vocabulary, on_progr
         whole = find_joint_plan(problem, on_progress)
     except SlipstreamError as nothing_fits:
         lacks_room = problem.memory_limit is not None and problem.most_seconds == inf
-        if not lacks_room and not _is_heavy(problem, SlicedUnits(problem.costs, problem.fewest_slices)):
+        if not lacks_room and not _is_heavy(problem, problem.units(problem.fewest_slices)):
             raise
         return _spread_if_it_fits(problem, on_progress, nothing_fits)
     if not _is_worth_a_search(problem, whole):
@@ -274,7 +270,7 @@ def find_spread_plan(problem: JointProblem, on_progress: Progress = lambda share
     The search is for a model whose head takes no time. Into its plans V, L and VW are put where ranks wait
     (`slipstream.schedule.spread_vocabulary`), and the whole is simulated. A memory limit is kept by the whole.
     """
-    without = replace(problem, costs=UnitsWithoutHead(problem.costs), account=_account_of_parts(problem))
+    without = replace(problem, costs=WithoutHead(problem.costs), account=_account_of_parts(problem))
     best = find_joint_plan(without, on_progress)
     plans = sorted((_spread(problem, plan) for plan in (best, *best.rejected)), key=lambda plan: plan.seconds)
     return replace(plans[0], rejected=tuple(plans[1:]))
@@ -283,7 +279,7 @@ def find_spread_plan(problem: JointProblem, on_progress: Progress = lambda share
 def _is_worth_a_search(problem: JointProblem, whole: JointPlan) -> bool:
     """Returns whether the head is heavy, and the step with a whole one is far from the ideal."""
     is_far = whole.seconds > _VOCABULARY_CHOICE_NEAR * whole.ideal
-    return is_far and _is_heavy(problem, SlicedUnits(problem.costs, whole.slices), whole.ideal)
+    return is_far and _is_heavy(problem, problem.units(whole.slices), whole.ideal)
 
 
 def _is_heavy(problem: JointProblem, units: SlicedUnits, ideal: float | None = None) -> bool:
@@ -314,7 +310,7 @@ def _spread(problem: JointProblem, plan: JointPlan) -> JointPlan:
         schedule=schedule,
         seconds=seconds,
         bound=max(plan.bound, float(busiest)),
-        ideal=problem.ideal(SlicedUnits(problem.costs, plan.slices)),
+        ideal=problem.ideal(problem.units(plan.slices)),
         exact=None,
     )
 
@@ -354,14 +350,12 @@ def spread_costs(
     keeps the embedding's time.
     """
     costs, last = problem.costs, len(partition) - 1
-    table = SlicedUnits(UnitsWithoutHead(costs), slices, recompute).table(
+    table = SlicedUnits(WithoutHead(costs), slices, problem.link, recompute).table(
         unit_bounds(partition, costs.num_layers, costs.units_per_layer)
     )
-    lengths, contexts = np.array(slices, np.int64), np.array([0, *accumulate(slices)][:-1], np.int64)
-    (forward, fixed), (inputs, _), (weights, also_fixed) = (
-        costs.seconds(op, lengths, contexts) for op in (Op.F, Op.I, Op.W)
-    )
-    message = costs.handling_seconds(lengths)
+    units = problem.units(slices)
+    (forward, fixed), (inputs, _), (weights, also_fixed) = map(units.seconds, (Op.F, Op.I, Op.W))
+    message = units.handling
     logits = (forward[-1] + inputs[-1]) / problem.num_ranks + fixed + 2 * message
     rows = weights[-1] / problem.num_ranks + also_fixed + message
     losses = fixed + 2 * (problem.num_ranks - 1) * message
@@ -375,53 +369,3 @@ def spread_costs(
                 times[stage, index, Op.E] = float(forward[0, index] + message[index])
                 times[stage, index, Op.EW] = float(weights[0, index] + message[index])
     return replace(table, times=times)
-
-
-@dataclass(frozen=True)
-class UnitsWithoutHead:
-    """The costs of a model's units (see `UnitCosts`), of which the head takes nothing."""
-
-    costs: UnitCosts
-
-    @property
-    def num_layers(self) -> int:
-        return self.costs.num_layers
-
-    @property
-    def num_frozen_units(self) -> int:
-        return 0  # the rows of a head that is trained are next to any stage, also to frozen ones
-
-    @property
-    def units_per_layer(self) -> int:
-        return self.costs.units_per_layer
-
-    @property
-    def latency(self) -> float:
-        return self.costs.latency
-
-    @property
-    def bandwidth(self) -> float | None:
-        return self.costs.bandwidth
-
-    def seconds(self, op: Op, lengths: Ints, contexts: Ints) -> tuple[Floats, Floats]:
-        return _without_last(*self.costs.seconds(op, lengths, contexts))
-
-    def activation_bytes(self, lengths: Ints) -> tuple[Floats, Floats]:
-        return _without_last(*self.costs.activation_bytes(lengths))
-
-    def kept_bytes(self, lengths: Ints) -> tuple[Floats, Floats]:
-        return _without_last(*self.costs.kept_bytes(lengths))
-
-    def state_bytes(self) -> Floats:
-        return _without_last(self.costs.state_bytes(), np.zeros(0))[0]
-
-    def message_bytes(self, lengths: Ints) -> Floats:
-        return self.costs.message_bytes(lengths)
-
-    def handling_seconds(self, lengths: Ints) -> Floats:
-        return self.costs.handling_seconds(lengths)
-
-
-def _without_last(units: Floats, fixed: Floats) -> tuple[Floats, Floats]:
-    # Nothing for the last unit.
-    return np.concatenate([units[:-1], np.zeros_like(units[-1:])]), fixed

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from slipstream.array_types import Floats, Ints
-from slipstream.cost import OPS, partition_of
+from slipstream.cost import OPS, Work, partition_of
 from slipstream.errors import SlipstreamError
 from slipstream.planner.joint.problem import Candidate, JointPlan, JointProblem, moved_cuts, steepest_descent
-from slipstream.planner.joint.unit_costs import SlicedUnits
+from slipstream.planner.joint.sliced_units import SlicedUnits
 from slipstream.planner.order.list_scheduling import ListScheduler, PriorityRule
 from slipstream.planner.order.makespan_bounds import rank_bounds
 from slipstream.planner.order.order_search import find_order, hold_less, step_lower_bound
@@ -270,7 +270,7 @@ class PlacementSearch:
         if slices not in self._sliced:
             while len(self._sliced) >= _MOST_SLICED:
                 del self._sliced[next(iter(self._sliced))]
-            self._sliced[slices] = SlicedUnits(self.problem.costs, slices, self.recompute)
+            self._sliced[slices] = self.problem.units(slices, self.recompute)
         return self._sliced[slices]
 
     def _room(self, candidate: Candidate) -> Floats | None:
@@ -281,7 +281,7 @@ class PlacementSearch:
         ranks from uneven ones, of each cut."""
         units, bounds = self.units(slices), np.array(cuts, np.int64)
         seconds = {op: units.stage_seconds(op, bounds) for op in OPS}
-        num_frozen = (bounds[:, 1:] <= self.problem.costs.num_frozen_units).sum(axis=1)
+        num_frozen = (bounds[:, 1:] <= self.problem.costs.num_frozen_parts).sum(axis=1)
         done, sent = rank_bounds(
             seconds, self.ranks, [0], units.message_seconds, self.problem.num_microbatches, num_frozen
         )
@@ -354,8 +354,9 @@ class PlacementSearch:
         """The seconds of all units on a slice, divided by the ranks, and of a stage besides."""
         lengths, contexts = np.broadcast_arrays(length, context)
         known = np.minimum(lengths, self.problem.longest)
-        units, fixed = self.problem.costs.seconds(op, known.ravel(), contexts.ravel())
-        seconds = (units.sum(axis=0) / self.problem.num_ranks + fixed).reshape(lengths.shape)
+        costs, work = self.problem.costs, Work(op, known.ravel(), contexts.ravel())
+        units = costs.each_seconds(work)[list(costs.parts)]
+        seconds = (units.sum(axis=0) / self.problem.num_ranks + costs.fixed_seconds(work)).reshape(lengths.shape)
         return np.where(lengths > self.problem.longest, inf, seconds)
 
     def _even_bounds(self, slices: tuple[int, ...]) -> tuple[int, ...]:

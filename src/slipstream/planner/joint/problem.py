@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from slipstream.array_types import Floats
-from slipstream.cost import partition_of, unit_bounds
+from slipstream.cost import FLOAT32_STATE, Costs, LinkTime, StateBytes, partition_of, unit_bounds
 from slipstream.errors import SlipstreamError
-from slipstream.planner.joint.unit_costs import SlicedUnits, UnitCosts
+from slipstream.planner.joint.sliced_units import SlicedUnits
 from slipstream.schedule import Schedule
 from slipstream.simulator import TableCost, simulate
 from slipstream.units import numbers_text, table_text
@@ -28,7 +28,7 @@ class JointProblem:
     """The problem of a search: a step of `num_microbatches` sequences of `seq_len` tokens on `num_ranks` ranks.
 
     Args:
-        costs: of each unit of the model, for a microbatch.
+        costs: of the model's parts, for a microbatch.
         granularity: slices begin at multiples of this many tokens.
         most_slices: the largest number of slices of a sequence, unless `longest_slice` asks for more.
         longest_slice: tokens of the longest slice, of which whole granules count. None: the sequence.
@@ -39,9 +39,12 @@ class JointProblem:
         effort: how many actions list scheduling may place; some 5 million take a second.
         most_seconds: only a shorter step is of interest.
         tied: whether the head's weight embeds too, so that the embedding is spread where the head is.
+        state: bytes per parameter.
+        replicas: pipelines that share the batch.
+        optimizer_shards: ranks over which the optimizer's state is spread.
     """
 
-    costs: UnitCosts
+    costs: Costs
     seq_len: int
     num_ranks: int
     num_microbatches: int = 1
@@ -54,6 +57,9 @@ class JointProblem:
     effort: float = 1.5e8
     most_seconds: float = inf
     tied: bool = False
+    state: StateBytes = FLOAT32_STATE
+    replicas: int = 1
+    optimizer_shards: int = 1
 
     def check(self) -> None:
         """Raises SlipstreamError where no slices are allowed."""
@@ -79,7 +85,16 @@ class JointProblem:
     @cached_property
     def num_units(self) -> int:
         """The embedding, the layers or their halves, and the head."""
-        return self.costs.num_layers * self.costs.units_per_layer + 2
+        return len(self.costs.parts)
+
+    @cached_property
+    def link(self) -> LinkTime:
+        """The slowest link between neighbours."""
+        return self.costs.link(self.num_ranks, self.replicas)
+
+    def units(self, slices: tuple[int, ...], recompute: str = "none") -> SlicedUnits:
+        """Returns the units' costs on these slices."""
+        return SlicedUnits(self.costs, slices, self.link, recompute)
 
     @property
     def fewest_slices(self) -> tuple[int, ...]:
@@ -90,7 +105,7 @@ class JointProblem:
     def ideal(self, units: SlicedUnits) -> float:
         """Returns all work on these slices, or on as few as are allowed where that is less, divided by the ranks."""
         # Measured costs may rise faster than the tokens, so that shorter slices are less work.
-        return min(map(self.even_seconds, (SlicedUnits(self.costs, self.fewest_slices), units)))
+        return min(map(self.even_seconds, (self.units(self.fewest_slices), units)))
 
     def even_seconds(self, units: SlicedUnits) -> float:
         """Returns all work on these slices, divided by the ranks."""
@@ -99,7 +114,11 @@ class JointProblem:
     @cached_property
     def state_sums(self) -> Floats:
         """The bytes of weights, gradients and optimizer state of the first 0, 1, ... units."""
-        sums: Floats = np.concatenate([[0.0], np.cumsum(self.costs.state_bytes())])
+        costs, state = self.costs, self.state
+        optimized = costs.each_number.optimized(self.optimizer_shards, costs.degrees.experts)
+        of_kinds = costs.each_weight(state.weights) + state.gradients * costs.each_number.trained
+        of_kinds = of_kinds + state.optimizer * optimized
+        sums: Floats = np.concatenate([[0.0], np.cumsum(of_kinds[list(costs.parts)])])
         return sums
 
 
@@ -118,7 +137,7 @@ class JointPlan:
         exact: the plan with the slices that are best for equal stages (`slipstream.slice_tokens`) and the most even cut
             for them, in the same placement. None: it doesn't fit the memory limit.
         rejected: the best that was found with each other placement, best first.
-        costs: of the units that were planned with. None: not kept.
+        costs: those that were planned with. None: not kept.
         other_head: the best with a whole head where this plan spreads its rows over the ranks, or the other way round.
             None: not searched for.
     """
@@ -133,7 +152,7 @@ class JointPlan:
     exact: JointPlan | None = None
     rejected: tuple[JointPlan, ...] = ()
     other_head: JointPlan | None = None
-    costs: UnitCosts | None = field(default=None, compare=False, repr=False)
+    costs: Costs | None = field(default=None, compare=False, repr=False)
 
     @property
     def head(self) -> str:

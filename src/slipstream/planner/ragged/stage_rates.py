@@ -11,10 +11,10 @@ from typing import Any, Self
 import numpy as np
 
 from slipstream.array_types import Floats, Ints
-from slipstream.cost import OPS, AttentionWindow, unit_bounds
+from slipstream.cost import OPS, AttentionWindow, Costs, unit_bounds
 from slipstream.cost.fit import fit_relative
 from slipstream.errors import SlipstreamError
-from slipstream.planner.joint import SlicedUnits, UnitCosts
+from slipstream.planner.joint import SlicedUnits
 from slipstream.schedule import Op
 from slipstream.simulator import TableCost
 
@@ -142,7 +142,7 @@ _POINTS = 5  # of slice lengths, and of contexts
 
 
 def fit_rates(
-    units: UnitCosts,
+    costs: Costs,
     partition: Sequence[float],
     longest_slice: int,
     longest_sequence: int,
@@ -150,11 +150,11 @@ def fit_rates(
     windows: Sequence[AttentionWindow] = (AttentionWindow(),),
     recompute: str = "none",
 ) -> StageRates:
-    """Returns the rates with the least squared relative error to the units' times; none is below 0. Stages whose
+    """Returns the rates with the least squared relative error to the parts' times; none is below 0. Stages whose
     parameters are all frozen have no backward.
 
     Args:
-        units: the costs of each unit of the model, for microbatches of one row.
+        costs: of the model's parts, for microbatches of one row.
         partition: layers of each stage, in halves where layers can be cut.
         longest_slice: the longest slice whose time is known.
         longest_sequence: where contexts end.
@@ -166,18 +166,19 @@ def fit_rates(
     lengths = np.unique(np.geomspace(shortest, longest_slice, _POINTS).round().astype(np.int64))
     contexts = np.linspace(0, max(longest_sequence - longest_slice, 0), _POINTS).round().astype(np.int64)
     i, j = np.array([*product(lengths, np.unique(contexts))], np.int64).T
-    bounds = unit_bounds(partition, units.num_layers, units.units_per_layer)
+    bounds = unit_bounds(partition, costs.num_layers, costs.units_per_layer)
     scores = [np.asarray(window.scores(i + j) - window.scores(j), float) for window in windows]
     features = np.stack([np.ones(len(i)), i.astype(float), *scores], axis=1)
-    points = SlicedUnits(units, tuple(i.tolist()), recompute, tuple(j.tolist()))
-    held = SlicedUnits(units, tuple(lengths.tolist())).stage_activations(bounds)
+    link = costs.link(2)
+    points = SlicedUnits(costs, tuple(i.tolist()), link, recompute, tuple(j.tolist()))
+    held = SlicedUnits(costs, tuple(lengths.tolist()), link).stage_activations(bounds)
     per_token = np.stack([np.ones(len(lengths)), lengths.astype(float)], axis=1)
     return StageRates(
         seconds={op: _fitted(features, points.stage_seconds(op, bounds)) for op in OPS},
         activation_bytes=_fitted(per_token, held),
-        message_bytes=float(units.message_bytes(lengths[-1:])[0] / lengths[-1]),
-        latency=units.latency,
-        bandwidth=units.bandwidth,
+        message_bytes=float(costs.message_bytes(lengths[-1:])[0] / lengths[-1]),
+        latency=link.latency,
+        bandwidth=link.bandwidth,
         windows=tuple(windows),
     )
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 import numpy as np
 
 from slipstream.array_types import Flags, Floats
-from slipstream.cost import BY_LAYER, REPLAYED, CostSource, StageCosts, StageParts, kinds_by_layer
+from slipstream.cost import BY_LAYER, REPLAYED, Costs, CostSource, StageParts, kinds_by_layer
 from slipstream.planner.order.makespan_bounds import rank_bounds
 from slipstream.planner.plans import Configuration
 from slipstream.schedule import (
@@ -124,7 +124,7 @@ def with_savings(schedule: Schedule, recompute: bool, offload: float) -> ActionA
 class PlacedPartition:
     """The parts of each stage, the rank that holds it, and the stages' costs."""
 
-    costs: StageCosts
+    costs: Costs
     placement: tuple[int, ...]
     bounds: tuple[int, ...]  # the first part of each stage, and the number of parts
     spreads_head: bool = False

@@ -19,14 +19,14 @@ from math import ceil, inf, prod
 from operator import attrgetter, itemgetter
 from typing import Any
 
-from slipstream.cost import BY_LAYER, AnalyticCosts, CostSource, Degrees, unit_bounds
+from slipstream.cost import BY_LAYER, CostSource, CountedCosts, Degrees, unit_bounds
 from slipstream.errors import SlipstreamError
 from slipstream.planner.joint import (
     JointPlan,
     JointProblem,
+    Tabulated,
     Vocabulary,
     find_vocabulary_plan,
-    units_of,
 )
 from slipstream.planner.plans import AUTO, Alternative, Configuration, Mesh, Plan, Prediction
 from slipstream.planner.report import configuration_text
@@ -502,9 +502,12 @@ def _saves(start: Configuration) -> bool:
 def _problem(space: PlanSpace, start: Configuration, best: float) -> JointProblem:
     """Returns the problem for the mesh of a configuration, without a limit of memory: a step shorter than `best`."""
     num_microbatches, costs = space.shape(start).num_microbatches, space.costs(start.degrees, start.microbatch_size)
-    granularity, ranks = _granularity(space), (start.pipeline_parallel, start.data_parallel)
+    granularity = _granularity(space)
     return JointProblem(
-        costs=units_of(costs, space.source.state, space.seq_len, granularity, *ranks, start.optimizer_shards),
+        costs=Tabulated(costs, space.seq_len, granularity) if isinstance(costs, CountedCosts) else costs,
+        state=space.source.state,
+        replicas=start.data_parallel,
+        optimizer_shards=start.optimizer_shards,
         seq_len=space.seq_len,
         num_ranks=start.pipeline_parallel,
         num_microbatches=num_microbatches,
@@ -515,7 +518,7 @@ def _problem(space: PlanSpace, start: Configuration, best: float) -> JointProble
         split=not _saves(start),  # the factors of weight gradients stay on the device until then
         effort=_EFFORT,
         most_seconds=best - float(space.tails(start).sum(axis=0).min()),
-        tied=isinstance(costs, AnalyticCosts) and costs.model.tied,
+        tied=isinstance(costs, CountedCosts) and costs.model.tied,
     )
 
 

@@ -16,12 +16,12 @@ from slipstream.cost import (
     EXCHANGES,
     REPLAYED,
     WITH_MESSAGES,
-    AnalyticCosts,
+    Costs,
     CostSource,
+    CountedCosts,
     Degrees,
     Stage,
-    StageCosts,
-    StageParts,
+    Work,
     kinds_by_layer,
     messages_of_stages,
     parts_of,
@@ -246,26 +246,31 @@ class PlanSpace:
         """Returns the times of the fixed part of a stage, and of a part of each kind, (1 + kinds, time, slice), of the
         slices of one slicing after the other: F, B, I, W, the exchanges in F and in I, each recomputation, and the
         handling of a message."""
-        costs, parts = self.costs(degrees, size), self.source.parts
+        costs = self.costs(degrees, size)
         length = np.concatenate(slicings)
         context = np.concatenate([np.cumsum(slices) - slices for slices in slicings])
+        works = {op: Work(op, length, context) for op in (*_COMPUTE, Op.R)}
+        rows = [with_fixed(costs, works[op]) for op in _COMPUTE]
+        for op in _EXCHANGED:
+            rows += [_after(np.zeros(len(length)), exchange) for exchange in costs.each_exchange(works[op])]
+        for kind in self.source.recomputations:
+            rows.append(self._replay_rows(costs, kind, works[Op.R]))
+        handling = np.zeros_like(rows[0])
+        handling[0] = costs.handling_seconds(length)
+        return np.stack([*rows, handling], axis=1)
 
-        def times(stage: StageParts) -> Floats:
-            rows = [costs.seconds(stage, op, length, context) for op in _COMPUTE]
-            rows += [exchange for op in _EXCHANGED for exchange in costs.exchange_seconds(stage, op, length)]
-            kinds = self.source.recomputations
-            rows += [0.0 if k == "none" else costs.replay_seconds(stage, k, length, context) for k in kinds]
-            return np.stack([np.broadcast_to(np.asarray(row, float), length.shape) for row in (*rows, 0.0)])
-
-        besides = times(StageParts(len(parts), len(parts)))
-        table = [besides]
-        for part in map(parts.index, range(max(parts) + 1)):
-            part_times = times(StageParts(part, part + 1)) - besides
-            if not costs.has_backward(StageParts(part, part + 1)):
-                part_times[[_COMPUTE.index(op) for op in _COMPUTE if op in BACKWARDS]] = 0.0
-            table.append(part_times)
-        besides[-1] = costs.handling_seconds(length)
-        return np.stack(table)
+    @staticmethod
+    def _replay_rows(costs: Costs, recompute: str, work: Work) -> Floats:
+        """Returns the seconds of R, by kind of recomputation, (1 + kinds, slices)."""
+        if recompute == "none":
+            return np.zeros((1 + costs.num_kinds, len(work.lengths)))
+        if recompute == "selective":
+            return _after(costs.fixed_seconds(work), costs.each_selective_replay(work))
+        if recompute == "full":
+            rows = costs.each_seconds(work) * costs.each_has_backward[:, None]
+            rows[[costs.parts[0], costs.parts[-1]]] = 0.0
+            return _after(np.zeros(len(work.lengths)), rows)
+        return with_fixed(costs, work)
 
     def _part_columns(self, degrees: Degrees, size: int, slicings: tuple[Slicing, ...]) -> Floats:
         return _columns(self._part_times(degrees, size, slicings), slicings)
@@ -321,7 +326,7 @@ class PlanSpace:
         """Returns a lower bound of the step of all configurations on a mesh: the work of whole sequences and of the
         optimizer, spread evenly over the pipeline. It is 0 where times were measured, as slices may be faster there."""
         costs, whole = self.costs(mesh.degrees, mesh.microbatch_size), range(len(self.source.kinds))
-        if not isinstance(costs, AnalyticCosts):
+        if not isinstance(costs, CountedCosts):
             return 0.0
         num_microbatches = self.global_batch // (mesh.data_parallel * mesh.microbatch_size)
         optimizer = costs.optimizer_step_seconds(whole, mesh.num_copies)
@@ -334,7 +339,7 @@ class PlanSpace:
         seconds = {op: float(costs.seconds(whole, op, self.seq_len, 0)) for op in _COMPUTE}
         work = seconds[Op.F] + min(seconds[Op.B], seconds[Op.I] + seconds[Op.W])
         # where keys are gathered, slices only make the last rank's attention less uneven
-        return max(0.0, work - costs.uneven_seconds(whole, self.seq_len)) if isinstance(costs, AnalyticCosts) else work
+        return max(0.0, work - costs.uneven_seconds(whole, self.seq_len)) if isinstance(costs, CountedCosts) else work
 
     def of_mesh(self, mesh: Mesh) -> Iterator[tuple[float, float, Configuration]]:
         """Yields (least seconds of the step, least bytes of the fullest rank, configuration) of all on a mesh.
@@ -399,7 +404,7 @@ class PlanSpace:
         )
         tails = [self.tails(replace(first, shard=shard)).sum(axis=0) for shard in savings.shard]
         sizes, seconds = bounds.least_bytes(), bounds.least_seconds(np.stack(tails))
-        if not isinstance(cut.costs, AnalyticCosts) or first.context_exchange == "keys":
+        if not isinstance(cut.costs, CountedCosts) or first.context_exchange == "keys":
             seconds[-1] = self.least_seconds(Mesh.of(first))  # slices may be faster than a whole sequence
         seconds = np.where(sizes > self.memory, inf, seconds)
         least = float(seconds[-1].min())
@@ -434,6 +439,15 @@ class PlanSpace:
         if "parameters" in (self.options.shard or ()) and mesh.num_copies > 1 and mesh.tensor_parallel == 1:
             shards.append("parameters")
         return Savings(tuple(recomputations), offloads, tuple(shards))
+
+
+def with_fixed(costs: Costs, work: Work) -> Floats:
+    """Returns the seconds of the fixed part of a stage and of a part of each kind, (1 + kinds, slices)."""
+    return _after(costs.fixed_seconds(work), costs.each_seconds(work))
+
+
+def _after(fixed: Floats, rows: Floats) -> Floats:
+    return np.concatenate([fixed[None], rows])
 
 
 def _columns(row: Floats, slicings: tuple[Slicing, ...]) -> Floats:
@@ -508,7 +522,7 @@ class SliceChoices:
     """
 
     def __init__(
-        self, source: CostSource, seq_len: int, options: PlanOptions, costs: Callable[[Degrees, int], StageCosts]
+        self, source: CostSource, seq_len: int, options: PlanOptions, costs: Callable[[Degrees, int], Costs]
     ) -> None:
         self.seq_len, self.options, self._costs, self._num_layers = seq_len, options, costs, len(source.kinds)
         self.shortest, self.longest = source.slice_range(seq_len)
@@ -589,6 +603,6 @@ class SliceChoices:
         return -(-least // _MULTIPLE) * _MULTIPLE
 
 
-def sequence_seconds(costs: StageCosts, length: int, layers: Stage) -> float:
+def sequence_seconds(costs: Costs, length: int, layers: Stage) -> float:
     """Returns the time of a whole sequence, forward and backward."""
     return sum(float(costs.seconds(layers, op, length, 0)) for op in (Op.F, Op.I, Op.W))

@@ -203,7 +203,7 @@ def cut_advice(config: Config, plan: JointPlan | None, rank: int, place: int, sl
     """
     if plan is None or plan.costs is None or plan.head == "spread" or config.memory.limit is not None:
         return []
-    units = SlicedUnits(plan.costs, plan.slices, plan.recompute)
+    units = SlicedUnits(plan.costs, plan.slices, plan.costs.link(plan.schedule.num_ranks), plan.recompute)
     slowed = SlowedStep(units, plan.schedule, {place: slowness})
     seconds, (cut, best) = slowed.seconds(plan.partition), slowed.best_cut(plan.partition)
     if config.parallel.data > 1:  # the other replicas wait for the slow one, but lose by the cut

@@ -22,7 +22,7 @@ and the results back. Tokens are taken to choose all experts alike, so that a ra
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import product
@@ -30,67 +30,23 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.cost.cluster import Cluster, LinkKind
+from slipstream.array_types import Floats
+from slipstream.cost.cluster import Cluster
+from slipstream.cost.cluster_links import ClusterCost
+from slipstream.cost.costs import NO_LINK, Costs, LinkTime, Numbers
 from slipstream.cost.operation_counts import Amount, AttentionCall, ModelCount, OpCount, PartCount, StateBytes
-from slipstream.cost.stages import (
-    EXCHANGES,
-    ActionBytes,
-    Stage,
-    all_of,
-    kept_by_layers,
-    layers_with_backward,
-    pipeline_costs,
-)
+from slipstream.cost.work import Stage, Work
 from slipstream.options import Degrees
 from slipstream.schedule import BACKWARDS, Action, Op
-from slipstream.simulator import TableCost
 
 _HEAD_WIDTHS = 32  # FlashAttention computes with heads as wide as the next multiple
 
 
-@dataclass(frozen=True, kw_only=True)
-class ClusterCost(TableCost):
-    """A TableCost whose messages take the links between the ranks' devices.
-
-    Rank r of the pipeline is on the devices r · stride and following: tensor-parallel ranks next to each other, then
-    data-parallel ones. Each of `tensor_parallel` ranks sends its part of a message, and the receiving node's ranks
-    gather it (PTD-P section 4.1); where ranks share the tokens, a message is one rank's, and nothing is gathered.
-    """
-
-    cluster: Cluster
-    stride: int
-    tensor_parallel: int
-
-    def link_seconds(self, send: Action, source: int, destination: int) -> float:
-        return self._link(source, destination).latency + self.link_occupied(send, source, destination)
-
-    def link_occupied(self, send: Action, source: int, destination: int) -> float:
-        return self.message_bytes[send.slice] * self.byte_seconds[self._same_domain(source, destination)]
-
-    @cached_property
-    def byte_seconds(self) -> Mapping[bool, float]:
-        """The seconds of a byte of a message, by whether both ranks are in one domain."""
-        senders = min(self.stride, self.cluster.devices_per_node)  # as many of a node send at the same time
-        gathered = (self.tensor_parallel - 1) / self.cluster.inside.rate()
-        links = {True: self.cluster.inside, False: self.cluster.between}
-        return {same: (1 / link.rate(senders) + gathered) / self.tensor_parallel for same, link in links.items()}
-
-    def _link(self, source: int, destination: int) -> LinkKind:
-        return self.cluster.inside if self._same_domain(source, destination) else self.cluster.between
-
-    def _same_domain(self, source: int, destination: int) -> bool:
-        size = self.cluster.devices_per_domain
-        return source * self.stride // size == destination * self.stride // size
-
-
 @dataclass(frozen=True)
-class AnalyticCosts:
+class CountedCosts(Costs):
     """The costs of a counted model's stages on a cluster, on one rank of a stage, for microbatches of one size.
 
-    A stage is given by its `layers`, or by its parts; a slice by its `length` and its `context`, the tokens before it,
-    of each sequence.
-    Times are in seconds, sizes in bytes. Attention is FlashAttention: only the scores under the mask, recomputed in the
-    backward, never written to memory.
+    Attention is FlashAttention: only the scores under the mask, recomputed in the backward, never written to memory.
 
     Args:
         tensor_parallel: ranks that share every layer, next to each other; it divides the attention heads.
@@ -111,38 +67,50 @@ class AnalyticCosts:
     expert_parallel: int = 1
     context_exchange: str = "heads"
 
-    @cached_property
-    def degrees(self) -> Degrees:
-        """By how many ranks a stage's work is shared."""
-        return Degrees(self.tensor_parallel, self.context_parallel, self.expert_parallel, self.context_exchange)
-
     @property
     def parts(self) -> Sequence[int]:
-        """The kind of every part of the model."""
         return self.model.parts
 
     @property
     def units_per_layer(self) -> int:
-        """2 where the halves of layers are known, else 1."""
         return self.model.units_per_layer
 
-    def parts_of(self, stage: Stage) -> range:
-        """Returns the numbers of a stage's parts: 0 is the embedding, the last the head."""
-        return self.model.parts_of(stage)
+    @property
+    def num_frozen_parts(self) -> int:
+        return self.model.num_frozen_parts
 
-    def has_backward(self, stage: Stage) -> bool:
-        """Returns whether a stage has a trained parameter, or one below it has."""
-        return self.model.has_backward(stage)
+    @property
+    def dtype_bytes(self) -> int:
+        return self.model.dtype_bytes
+
+    @property
+    def vocab_size(self) -> int:
+        return self.model.head_weight // self.model.hidden_size
+
+    @property
+    def num_head_weights(self) -> int:
+        return self.model.head_weight
+
+    @cached_property
+    def degrees(self) -> Degrees:
+        return Degrees(self.tensor_parallel, self.context_parallel, self.expert_parallel, self.context_exchange)
 
     # --- seconds -----------------------------------------------------------------------------------------------------
 
-    def seconds(self, layers: Stage, op: Op, length: Any, context: Any) -> Any:
-        """Returns the time of F, B, I or W; ints give a number, integer arrays an array. It is 0 for a backward that
-        doesn't run, as nothing up to there is trained."""
-        if op in BACKWARDS and not self.has_backward(layers):
-            return 0.0
-        parts = self.model.counted(layers)
-        return self.cluster.device.action_seconds + sum(n * self.part_seconds(p, op, length, context) for n, p in parts)
+    def each_seconds(self, work: Work) -> Floats:
+        return self._rows(lambda part: self.part_seconds(part, *work), work)
+
+    def fixed_seconds(self, work: Work) -> Floats:
+        return np.full(len(work.lengths), self.cluster.device.action_seconds)
+
+    def _rows(self, value: Callable[[PartCount], Any], work: Work) -> Floats:
+        """Returns the values of a part of each kind, (kinds, slices)."""
+        shape = np.shape(work.lengths)
+        return np.stack([np.broadcast_to(np.asarray(value(part), float), shape) for part in self.model.of_kind])
+
+    def _each(self, value: Callable[[PartCount], float]) -> Floats:
+        """Returns a number of a part of each kind, (kinds,)."""
+        return np.array([value(part) for part in self.model.of_kind], float)
 
     def part_seconds(self, part: PartCount, op: Op, length: Any, context: Any) -> Any:
         """Returns the seconds of one op of one part of the model; B is I and W, R is F."""
@@ -188,21 +156,15 @@ class AnalyticCosts:
         layers = self._num_regions(part) / 2
         return layers * self.cluster.device.layer_seconds / (1 if op is Op.F else 2)
 
-    def replay_seconds(self, layers: Stage, recompute: str, length: Any, context: Any) -> Any:
-        """Returns the time of R: that of F, or with "selective" of its kernels other than products and attention. With
-        "full", which has no R, it is how much longer the backward takes."""
-        if recompute == "full":
-            again = self.model.counted(all_of(layers_with_backward(self, layers)))
-            return sum(n * self.part_seconds(part, Op.R, length, context) for n, part in again)
-        if recompute != "selective":
-            return self.seconds(layers, Op.R, length, context)
-        total: Any = self.cluster.device.action_seconds
-        for number, part in self.model.counted(layers):
-            count = part.ops[Op.F]
-            moved = self._elementwise_seconds(part, count, self._tokens(length))
-            shortest = (count.num_kernels - count.num_matmuls) * self.cluster.device.kernel_seconds
-            total = total + number * np.maximum(moved, shortest)
-        return total
+    def each_selective_replay(self, work: Work) -> Floats:
+        return self._rows(lambda part: self.part_selective_replay(part, work.lengths, work.contexts), work)
+
+    def part_selective_replay(self, part: PartCount, length: Any, context: Any) -> Any:
+        """Returns the time of a part's kernels other than products and attention."""
+        count = part.ops[Op.F]
+        moved = self._elementwise_seconds(part, count, self._tokens(length))
+        shortest = (count.num_kernels - count.num_matmuls) * self.cluster.device.kernel_seconds
+        return np.maximum(moved, shortest)
 
     def _elementwise_seconds(self, part: PartCount, count: OpCount, tokens: Any) -> Any:
         """Returns the time of the kernels other than matrix products and attention, which only move bytes."""
@@ -214,11 +176,11 @@ class AnalyticCosts:
     def _token_parts(self) -> int:
         return self.tensor_parallel if self.sequence_parallel else 1
 
-    def exchange_seconds(self, layers: Stage, op: Op, length: Any) -> tuple[Any, ...]:
-        """Returns the parts of it that are exchanges of ranks that share layers, slices and experts: see
-        `EXCHANGES`."""
-        parts = [[n * s for s in self._part_exchanges(p, op, length)] for n, p in self.model.counted(layers)]
-        return tuple(map(sum, zip([0.0] * len(EXCHANGES), *parts, strict=True)))
+    def each_exchange(self, work: Work) -> Floats:
+        parts = [self._part_exchanges(part, work.op, work.lengths) for part in self.model.of_kind]
+        shape = np.shape(work.lengths)
+        rows = [[np.broadcast_to(np.asarray(seconds, float), shape) for seconds in exchanges] for exchanges in parts]
+        return np.array(rows).swapaxes(0, 1)
 
     def _part_exchanges(self, part: PartCount, op: Op, length: Any) -> tuple[Any, ...]:
         reduced = self._part_reduce_seconds(part, Op.F if op is Op.R else op, length)
@@ -308,106 +270,58 @@ class AnalyticCosts:
     def _key_heads(self, call: AttentionCall) -> int:
         return call.key_heads_of_rank(self._head_ranks)
 
-    def optimizer_step_seconds(self, layers: Stage, shards: int = 1) -> float:
-        """Returns the time of AdamW whose state is spread over `shards` ranks: it reads and writes the trained
-        parameters and its state, and reads gradients."""
-        state, num_trained = StateBytes.of(self.model.dtype), self.num_trained(layers)
-        written = state.weights * num_trained + state.optimizer * self.num_optimized(layers, shards)
-        return (2 * written + state.gradients * num_trained) / self.cluster.device.bytes_per_second
+    @property
+    def gradient_bytes(self) -> float:
+        return StateBytes.of(self.model.dtype).gradients
 
-    def gradient_seconds(self, layers: Stage, copies: int, shards: int = 1) -> float:
-        """Returns the time in which a stage's gradients are reduced over the `copies`, ranks with the same weights that
-        are tensor_parallel apart: by an all-reduce, or where the optimizer is sharded by a reduce-scatter."""
-        once = self._between_copies(layers, StateBytes.of(self.model.dtype).gradients, copies)
-        return once if shards > 1 else 2 * once
+    @property
+    def gathered_bytes(self) -> float:
+        return StateBytes.of(self.model.dtype).weights
 
-    def gather_seconds(self, layers: Stage, shards: int) -> float:
-        """Returns the time in which the ranks of a sharded optimizer gather the updated parameters."""
-        return self._between_copies(layers, StateBytes.of(self.model.dtype).weights, shards)
-
-    def _between_copies(self, layers: Stage, num_bytes: float, copies: int) -> float:
-        """Returns the time in which ranks gather, or reduce-scatter, so many bytes of each trained parameter: over all
-        that have the same weights, but those of experts over the ranks that have the same experts."""
-        shared, in_experts = self._trained(layers)
+    def spread_seconds(self, shared: float, in_experts: float, copies: int) -> float:
+        """Returns the time of exchanges between ranks that are tensor_parallel apart."""
         apart, ranks = self.tensor_parallel, self.expert_parallel
-        once = self.cluster.exchange_seconds(num_bytes * shared, copies, apart)
-        return float(once + self.cluster.exchange_seconds(num_bytes * in_experts, copies // ranks, apart * ranks))
+        once = self.cluster.exchange_seconds(shared, copies, apart)
+        return float(once + self.cluster.exchange_seconds(in_experts, copies // ranks, apart * ranks))
 
-    def cost(self, partition: Sequence[float], slices: Sequence[int]) -> ClusterCost:
-        """Returns the simulator's costs of a pipeline, as `Profile.cost` does.
-
-        Args:
-            partition: layers of each stage; with halves where these are counted, 0 for an end of the model alone.
-            slices: tokens of each slice.
-
-        Raises:
-            SlipstreamError: where the layers don't add up to the model's, or a slice is empty.
-        """
-        return pipeline_costs(self, partition, slices)
+    def update_seconds(self, trained: float, optimized: float) -> float:
+        """Returns the time in which AdamW reads and writes the trained parameters and its state, and reads
+        gradients."""
+        state = StateBytes.of(self.model.dtype)
+        written = state.weights * trained + state.optimizer * optimized
+        return (2 * written + state.gradients * trained) / self.cluster.device.bytes_per_second
 
     # --- bytes of one rank -------------------------------------------------------------------------------------------
 
-    def num_parameters(self, layers: Stage) -> float:
-        """Returns the number of a stage's parameters."""
-        counted = self.model.counted(layers)
-        return sum(n * self.degrees.held(part.num_parameters, part.num_in_experts) for n, part in counted)
+    @cached_property
+    def each_number(self) -> Numbers:
+        ranks = self.expert_parallel
+        in_experts = self._each(lambda part: part.num_trained_in_experts) if ranks > 1 else 0.0
+        trained = self._each(lambda part: part.num_trained)
+        held = self._each(lambda part: self.degrees.held(part.num_parameters, part.num_in_experts))
+        spread = in_experts / ranks + np.zeros(len(held))
+        return Numbers(held, (trained - in_experts) / self.tensor_parallel + spread, spread)
 
-    @property
-    def vocab_size(self) -> int:
-        """The rows of the head."""
-        return self.model.head_weight // self.model.hidden_size
+    def each_weight(self, each: float) -> Floats:
+        return super().each_weight(each) - self._each(lambda part: part.saved_bytes(each)) / self.tensor_parallel
 
-    @property
-    def dtype_bytes(self) -> int:
-        """The bytes of a number that is sent between stages."""
-        return self.model.dtype_bytes
-
-    def without_lookups(self) -> AnalyticCosts:
-        """Returns the costs of the model whose embedding has no weight for its tokens, as the rows of the head have
-        it."""
-        embedding = self.model.embedding
-        left = replace(embedding, num_parameters=embedding.num_parameters - self.model.head_weight)
-        return replace(self, model=replace(self.model, embedding=left))
-
-    def weight_bytes(self, layers: Stage, each: float) -> float:
-        """Returns the bytes of a stage's parameters, of which those that aren't quantised take `each`."""
-        saved = sum(n * part.saved_bytes(each) for n, part in self.model.counted(layers))
-        return each * self.num_parameters(layers) - saved / self.tensor_parallel
-
-    def num_trained(self, layers: Stage) -> float:
-        """Returns the number of a stage's parameters that are trained."""
-        return sum(self._trained(layers))
-
-    def num_optimized(self, layers: Stage, shards: int) -> float:
-        """Returns the number of trained parameters whose optimizer state is here, where it is spread over `shards`
-        ranks with the same weights; fewer of them have the same experts."""
-        shared, in_experts = self._trained(layers)
-        return shared / shards + in_experts / (shards // self.expert_parallel if shards > 1 else 1)
-
-    def _trained(self, layers: Stage) -> tuple[float, float]:
-        """Returns how many trained parameters of a stage are here, and besides how many of experts that are spread."""
-        counted, ranks = self.model.counted(layers), self.expert_parallel
-        total = sum(n * part.num_trained for n, part in counted)
-        in_experts = sum(n * part.num_trained_in_experts for n, part in counted) if ranks > 1 else 0
-        return (total - in_experts) / self.tensor_parallel, in_experts / ranks
-
-    def activation_bytes(self, layers: Stage, length: int) -> float:
-        """Returns the bytes that a slice's F keeps for its backward without recomputation, except keys and values.
+    def each_activation(self, lengths: Any) -> Floats:
+        """Returns the bytes that F of the parts keeps, (kinds, slices).
 
         Every tensor-parallel rank has the whole of tensors as wide as the hidden state, and a part of all others. Where
         ranks share tokens it has a part of those too, but for the gathered inputs of matrix products.
         """
-        total = 0.0
-        for count, part in self.model.counted(layers):
-            wide = min(part.wide_activation_bytes, part.activation_bytes)
-            per_token = self._wide_bytes(part, wide) + (part.activation_bytes - wide) / self.tensor_parallel
-            if self.context_parallel > 1 and part.has_backward and not self._gathers_keys:
-                # attention's outputs, before and after their exchange
-                outputs = sum(call.num_heads * call.value_width for call in part.attentions)
-                per_token += outputs * self.model.dtype_bytes / self.tensor_parallel
-            states = part.state_bytes if part.has_backward else 0.0
-            total += count * (self._tokens(length) * per_token + self.microbatch_size * states)
-        return total
+        per_token = self._each(self._activation_per_token)
+        return np.outer(per_token, self._tokens(lengths)) + self.each_state[:, None]
+
+    def _activation_per_token(self, part: PartCount) -> float:
+        wide = min(part.wide_activation_bytes, part.activation_bytes)
+        per_token = self._wide_bytes(part, wide) + (part.activation_bytes - wide) / self.tensor_parallel
+        if self.context_parallel > 1 and part.has_backward and not self._gathers_keys:
+            # attention's outputs, before and after their exchange
+            outputs = sum(call.num_heads * call.value_width for call in part.attentions)
+            per_token += outputs * self.model.dtype_bytes / self.tensor_parallel
+        return per_token
 
     def _wide_bytes(self, part: PartCount, wide: float) -> float:
         """Returns the bytes that a rank keeps of a token's tensors that are as wide as the hidden state."""
@@ -415,58 +329,38 @@ class AnalyticCosts:
         gathered = min(wide, num_gathered * self.model.hidden_size * self.model.dtype_bytes)
         return gathered + (wide - gathered) / self._token_parts
 
-    def kept_bytes(self, layers: Stage, recompute: str, length: int) -> float:
-        """Returns the bytes that F keeps of it until R: states that it leaves to the next slice, the stage's input,
-        which for the first stage are tokens; with "selective" also the outputs of matrix products and attention. With
-        "full", those that it keeps until the backward."""
-        if not self.has_backward(layers):
-            return 0.0
-        if recompute == "full":
-            with_backward = all_of(layers_with_backward(self, layers))
-            states = sum(count * part.state_bytes for count, part in self.model.counted(with_backward))
-            return kept_by_layers(self, layers, length) + self.microbatch_size * states
-        kept_bytes = float(self.message_bytes(length)) if self.model.parts_of(layers).start else 0.0
-        if recompute == "selective":
-            counted = self.model.counted(layers)
-            products = sum(count * part.product_bytes for count, part in counted if part.has_backward)
-            kept_bytes += self._tokens(length) * products / self.tensor_parallel
-        states = sum(count * part.state_bytes for count, part in self.model.counted(layers))
-        return kept_bytes + self.microbatch_size * states
+    def each_product(self, lengths: Any) -> Floats:
+        per_token = self._each(lambda part: part.product_bytes)
+        return np.outer(per_token, self._tokens(lengths)) / self.tensor_parallel
 
-    def action_bytes(self, layers: Stage, length: int) -> ActionBytes:
-        """Returns the bytes that a slice's actions keep, and those in use while they run."""
-        made = 2 * float(self.message_bytes(length)) + self.logits_gradient_bytes(layers, length)
-        made = made if self.has_backward(layers) else 0.0
-        num_layers = max(1, len(self.parts_of(layers)) // self.units_per_layer)
-        wide = max((part.dequantised_bytes for _, part in self.model.counted(layers)), default=0.0)
-        return ActionBytes.estimated(self.activation_bytes(layers, length), made, num_layers, wide)
+    @cached_property
+    def each_state(self) -> Floats:
+        return self.microbatch_size * self._each(lambda part: part.state_bytes if part.has_backward else 0.0)
 
-    def context_bytes(self, layers: Stage, length: int) -> float:
-        """Returns the keys and values of `length` tokens, kept from a microbatch's first F to its last backward."""
-        per_token = sum(count * self._keys_bytes(part) for count, part in self.model.counted(layers))
-        return self.microbatch_size * length * per_token
+    def passing_bytes(self, stage: Stage) -> float:
+        return max((part.dequantised_bytes for _, part in self.model.counted(stage)), default=0.0)
+
+    @cached_property
+    def each_context(self) -> Floats:
+        return self.microbatch_size * self._each(self._keys_bytes)
 
     def _keys_bytes(self, part: PartCount) -> float:
         """Returns a token's keys and values of this rank's heads."""
         widths = ((self._key_heads(call), call.key_width + call.value_width) for call in part.attentions)
         return sum(heads * width for heads, width in widths) * self.model.dtype_bytes
 
-    def context_gradient_bytes(self, layers: Stage, length: int) -> float:
-        """Returns their gradients in float32, kept from a microbatch's first backward to its last."""
-        counted = self.model.counted(layers)
-        per_token = sum(count * self._keys_bytes(part) for count, part in counted if part.has_context_gradient)
-        return self.microbatch_size * length * per_token * 4 / self.model.dtype_bytes
+    @cached_property
+    def each_context_gradient(self) -> Floats:
+        has_gradient = self._each(lambda part: part.has_context_gradient)
+        return self.each_context * has_gradient * 4 / self.model.dtype_bytes
 
     def logits_gradient_bytes(self, layers: Stage, length: int) -> float:
         """Returns the gradient of a slice's logits in float32, made before any activation is freed; 0 without the
         head."""
-        if not self.model.has_head(layers):
+        if not self.has_head(layers):
             return 0.0
         vocabulary = self.model.head_weight / self.model.hidden_size
         return float(4 * self._tokens(length) * vocabulary / self.tensor_parallel)
-
-    def handling_seconds(self, length: Any) -> Any:
-        return 0.0 * np.asarray(length)  # devices compute while others copy
 
     def message_bytes(self, length: Any) -> Any:
         """Returns the message of a slice to the next stage, b T h elements, as large as its gradient back; one rank's
@@ -475,6 +369,19 @@ class AnalyticCosts:
 
     def _hidden_bytes(self, length: Any) -> Any:
         return self._tokens(length) * self.model.hidden_size * self.model.dtype_bytes
+
+    def link(self, num_ranks: int, replicas: int = 1) -> LinkTime:
+        """Returns the slowest link between neighbours of a pipeline with so many replicas, and the bandwidth at which
+        it carries a token's message."""
+        if num_ranks == 1:
+            return NO_LINK
+        cost = self.action_costs({}, [1], replicas)
+        seconds = partial(cost.link_seconds, Action(Op.SEND_F, 0, 0, 0))
+        occupied = partial(cost.link_occupied, Action(Op.SEND_F, 0, 0, 0))
+        neighbours = ((rank, (rank + 1) % num_ranks) for rank in range(num_ranks))
+        slowest = max(neighbours, key=lambda pair: seconds(*pair))
+        busy = occupied(*slowest)
+        return LinkTime(seconds(*slowest) - busy, float(self.message_bytes(1)) / busy)
 
     def action_costs(
         self, times: Mapping[tuple[int, int, Op], float], slices: Sequence[int], data_parallel: int = 1

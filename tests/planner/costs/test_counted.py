@@ -23,6 +23,7 @@ from slipstream.cost import (
     AnalyticSource,
     AttentionCall,
     AttentionWindow,
+    CountedCosts,
     ModelCount,
     OpCount,
     PartCount,
@@ -31,11 +32,9 @@ from slipstream.cost import (
     load_cluster,
     partition_of,
 )
-from slipstream.cost.analytic import AnalyticCosts
 from slipstream.cost.cluster import parse_cluster
 from slipstream.parallel import RankGroup, SliceExchange
-from slipstream.planner.joint import AnalyticUnits
-from slipstream.planner.joint.unit_costs import SlicedUnits
+from slipstream.planner.joint import JointProblem, SlicedUnits, Tabulated
 from slipstream.planner.slicing.equal_stage_slicing import slice_tokens
 from slipstream.profile import count_model
 from slipstream.schedule import Action, Op, make_schedule
@@ -85,7 +84,7 @@ CLUSTER = parse_cluster(
     }
 )
 ONE_NODE = replace(CLUSTER, devices_per_node=4)
-ONE = AnalyticCosts(MODEL, CLUSTER)
+ONE = CountedCosts(MODEL, CLUSTER)
 LAYER = range(1, 2)  # neither first nor last
 SEND = Action(Op.SEND_F, 0, 0, 0)
 
@@ -94,11 +93,11 @@ def with_layer(*calls: AttentionCall, **changes: Any) -> ModelCount:
     return replace(MODEL, layers=(replace(part("layer", PRODUCTS, calls), **changes),))
 
 
-def on_device(**changes: Any) -> AnalyticCosts:
-    return AnalyticCosts(MODEL, replace(CLUSTER, device=replace(CLUSTER.device, **changes)))
+def on_device(**changes: Any) -> CountedCosts:
+    return CountedCosts(MODEL, replace(CLUSTER, device=replace(CLUSTER.device, **changes)))
 
 
-PLAIN = AnalyticCosts(with_layer(), CLUSTER)  # without attention
+PLAIN = CountedCosts(with_layer(), CLUSTER)  # without attention
 
 
 def test_products_compute_and_then_read_the_weights() -> None:
@@ -120,7 +119,7 @@ def test_a_narrow_product_computes_for_less_of_its_time() -> None:
     """Of its 40 bytes of a token the side that is as wide as the hidden state, 16, is whole on each of two ranks."""
     count = replace(PRODUCTS, matmul_bytes=Amount(WEIGHTS, 40))
     layer = part("layer", count)
-    one, two = (AnalyticCosts(MODEL, CLUSTER, t).product_seconds(layer, count, 10) for t in (1, 2))
+    one, two = (CountedCosts(MODEL, CLUSTER, t).product_seconds(layer, count, 10) for t in (1, 2))
     assert one == pytest.approx((10 * 2000 + WEIGHTS + 10 * 40) / 1e9)
     assert two == pytest.approx((10 * 2000 / 2 + WEIGHTS / 2 + 10 * (16 + 24 / 2)) / 1e9)
 
@@ -131,7 +130,7 @@ def test_half_of_a_products_last_wave_of_tiles_is_empty(ranks: int, depth: int) 
     few = replace(CLUSTER, device=replace(CLUSTER.device, multiprocessors=10))
     count = replace(PRODUCTS, hidden_depth=Amount(8, 0), other_depth=Amount(6, 3))
     layer = part("layer", count)
-    whole, wasted = (AnalyticCosts(MODEL, each, ranks).product_seconds(layer, count, 10) for each in (CLUSTER, few))
+    whole, wasted = (CountedCosts(MODEL, each, ranks).product_seconds(layer, count, 10) for each in (CLUSTER, few))
     tile = 2 * 128 * 128 / (1e9 / 10)  # seconds of a term of all a tile's elements on one of ten multiprocessors
     assert wasted - whole == pytest.approx(tile / 2 * depth)
 
@@ -144,7 +143,7 @@ def test_heads_take_as_long_as_those_of_the_next_multiple_of_32() -> None:
 @pytest.mark.parametrize("window", [AttentionWindow(), AttentionWindow("sliding", 5), AttentionWindow("blockwise", 8)])
 def test_attention_costs_the_scores_under_the_mask(window: AttentionWindow) -> None:
     """Every query counted one by one, four products a score and head forward, ten backward."""
-    costs = AnalyticCosts(with_layer(replace(CALL, window=window)), CLUSTER)
+    costs = CountedCosts(with_layer(replace(CALL, window=window)), CLUSTER)
     for length, context in ((1, 0), (7, 0), (7, 9), (16, 24)):
         scores = sum(query - window.first(query) + 1 for query in range(context, context + length))
         for op, products in ((Op.F, 2), (Op.I, 5), (Op.W, 0)):
@@ -162,7 +161,7 @@ def test_without_a_fused_kernel_all_scores_are_computed_and_written() -> None:
 
 
 def test_times_of_arrays_are_the_times_one_by_one() -> None:
-    costs = AnalyticCosts(MODEL, CLUSTER, tensor_parallel=2)
+    costs = CountedCosts(MODEL, CLUSTER, tensor_parallel=2)
     lengths, contexts = np.array([[1, 5], [9, 2]]), np.array([[0, 3], [1, 40]])
     for op in (Op.F, Op.B, Op.W):
         found = costs.seconds(range(0, 4), op, lengths, contexts)
@@ -172,7 +171,7 @@ def test_times_of_arrays_are_the_times_one_by_one() -> None:
 
 
 def test_tensor_parallelism_halves_products_and_adds_two_all_reduces() -> None:
-    two = AnalyticCosts(MODEL, CLUSTER, 2)
+    two = CountedCosts(MODEL, CLUSTER, 2)
     reduce = 16 * HIDDEN * 2 / 1e8  # of two ranks each sends its half and the other's sum: all bytes once
     assert two.seconds(LAYER, Op.F, 16, 0) == pytest.approx(ONE.seconds(LAYER, Op.F, 16, 0) / 2 + 2 * reduce)
     assert two.seconds(LAYER, Op.W, 16, 0) == pytest.approx(ONE.seconds(LAYER, Op.W, 16, 0) / 2)
@@ -183,7 +182,7 @@ def test_tensor_parallelism_halves_products_and_adds_two_all_reduces() -> None:
 def test_context_parallelism_shares_tokens_and_exchanges_heads(ranks: int, key_heads: int) -> None:
     """Of 4 query heads and 2 of keys, all 32 wide: g ranks exchange 2 Hq + 2 max(Hkv, g) heads of n/g tokens, and each
     reads all weights."""
-    one, shared = (AnalyticCosts(MODEL, ONE_NODE, context_parallel=g) for g in (1, ranks))
+    one, shared = (CountedCosts(MODEL, ONE_NODE, context_parallel=g) for g in (1, ranks))
     moved = (ranks - 1) / ranks * (16 / ranks) * (2 * 4 + 2 * max(2, ranks)) * 32 * 2 / 1e8
     weights = (1 - 1 / ranks) * WEIGHTS / 1e9
     for op, exchanged in ((Op.F, moved), (Op.I, moved), (Op.W, 0)):
@@ -205,7 +204,7 @@ def test_gathered_keys_move_all_heads_and_the_last_rank_sees_most(ranks: int) ->
     """Forward n tokens of both heads of keys and values, backward as many sums in float32; the last n/g queries see a
     triangle below what was before them; every rank has the whole context."""
     given = {"context_parallel": ranks, "context_exchange": "keys"}
-    one, shared = AnalyticCosts(MODEL, ONE_NODE), AnalyticCosts(MODEL, ONE_NODE, **given)
+    one, shared = CountedCosts(MODEL, ONE_NODE), CountedCosts(MODEL, ONE_NODE, **given)
     moved = (ranks - 1) / ranks * 16 * 2 * 2 * 32 * 2 / 1e8
     assert shared.exchange_seconds(LAYER, Op.F, 16) == (0, pytest.approx(moved), 0)
     assert shared.exchange_seconds(LAYER, Op.I, 16) == (0, pytest.approx(2 * moved), 0)
@@ -257,7 +256,7 @@ def test_expert_parallelism_spreads_weights_and_sends_rows_there_and_back() -> N
     """400 of 500 parameters are in 4 experts, of which a token chooses 2; other copies have the same experts."""
     experts = {"num_in_experts": 400, "num_trained_in_experts": 400, "num_experts": 4, "experts_per_token": 2}
     model = with_layer(**experts)
-    one, spread = (AnalyticCosts(model, CLUSTER, expert_parallel=e) for e in (1, 2))
+    one, spread = (CountedCosts(model, CLUSTER, expert_parallel=e) for e in (1, 2))
     sent = 1 / 2 * 16 * 2 * HIDDEN * 2 / 1e8
     assert spread.exchange_seconds(LAYER, Op.F, 16) == (0, 0, pytest.approx(2 * sent))
     for op, exchanged in ((Op.F, 2 * sent), (Op.I, 2 * sent), (Op.W, 0)):
@@ -267,13 +266,13 @@ def test_expert_parallelism_spreads_weights_and_sends_rows_there_and_back() -> N
     assert spread.num_optimized(LAYER, 4) == pytest.approx(100 / 4 + 400 / 4)
     reduced = CLUSTER.exchange_seconds(4 * 100, 4) + CLUSTER.exchange_seconds(4 * 200, 2, stride=2)
     assert spread.gradient_seconds(LAYER, 4, shards=4) == pytest.approx(reduced)
-    both = AnalyticCosts(model, CLUSTER, tensor_parallel=2, expert_parallel=2)
+    both = CountedCosts(model, CLUSTER, tensor_parallel=2, expert_parallel=2)
     assert both.num_parameters(LAYER) == 100 / 2 + 400 / 2  # experts are whole on each of the ranks that share layers
 
 
 def test_a_sharded_optimizer_sends_six_bytes_of_a_parameter_and_not_eight() -> None:
     """bfloat16 trains with float32 gradients: a reduce-scatter of four bytes and an all-gather of two."""
-    costs = AnalyticCosts(replace(MODEL, dtype="bfloat16"), CLUSTER)
+    costs = CountedCosts(replace(MODEL, dtype="bfloat16"), CLUSTER)
     whole, scattered = (costs.gradient_seconds(LAYER, 2, shards) for shards in (1, 2))
     gathered = costs.gather_seconds(LAYER, 2)
     assert scattered == pytest.approx(500 * 4 / 2 / 1e8)
@@ -286,7 +285,7 @@ def test_ranks_that_share_tokens_move_and_keep_their_part_of_wide_tensors() -> N
     """Of 100 bytes of a token 60 are as wide as the hidden state, of which two products' inputs are gathered whole."""
     wide = dict.fromkeys((Op.F, Op.I, Op.W), replace(PRODUCTS, wide_bytes=Amount(0, 1000)))
     model = with_layer(CALL, ops=wide, wide_activation_bytes=60.0)
-    whole, shared = (AnalyticCosts(model, CLUSTER, 2, sequence_parallel=spread) for spread in (False, True))
+    whole, shared = (CountedCosts(model, CLUSTER, 2, sequence_parallel=spread) for spread in (False, True))
     assert whole.activation_bytes(LAYER, 10) == 10 * (60 + 40 / 2)
     gathered = 2 * HIDDEN * 2
     assert shared.activation_bytes(LAYER, 10) == 10 * (gathered + (60 - gathered) / 2 + 40 / 2)
@@ -323,7 +322,7 @@ def test_messages_take_the_link_between_their_nodes() -> None:
     assert cost.link_seconds(SEND, 0, 1) == pytest.approx(160 / 1e8)
     assert cost.link_seconds(between, 1, 2) == pytest.approx(1e-3 + 96 / 1e7)
     assert cost.link_occupied(between, 1, 2) == pytest.approx(96 / 1e7)
-    two = AnalyticCosts(MODEL, CLUSTER, 2).action_costs({}, [10])
+    two = CountedCosts(MODEL, CLUSTER, 2).action_costs({}, [10])
     assert two.link_seconds(SEND, 0, 1) == pytest.approx(1e-3 + 80 / 5e6 + 80 / 1e8)
 
 
@@ -399,38 +398,38 @@ def test_units_add_up_to_stages_and_to_the_model(
     name: str, tensor: int, size: int, cuts: set[int], ends: list[int]
 ) -> None:
     model = counted(name)
-    costs = AnalyticCosts(model, load_cluster("h100-dgx"), tensor, size)
-    units = AnalyticUnits(costs, SEQ_LEN, 1, num_ranks=2)
+    costs = CountedCosts(model, load_cluster("h100-dgx"), tensor, size)
+    tabulated = Tabulated(costs, SEQ_LEN, 1)
     places = [0, *sorted(cuts), SEQ_LEN]
     slices = tuple(np.diff(places).tolist())
     lengths, contexts = np.diff(places), np.array(places[:-1])
     bounds = [*sorted({0, len(model.parts), *(end for end in ends if end < len(model.parts))})]
-    sliced = SlicedUnits(units, slices)
+    sliced = SlicedUnits(tabulated, slices, costs.link(2))
     stages = StageParts.of_units(bounds)
     for op in OPS:
         expected = [np.broadcast_to(costs.seconds(stage, op, lengths, contexts), lengths.shape) for stage in stages]
         np.testing.assert_allclose(sliced.stage_seconds(op, bounds), np.array(expected), rtol=1e-9, atol=1e-15)
         whole = costs.seconds(range(len(model.kinds)), op, lengths, contexts)
-        of_units, fixed = units.seconds(op, lengths, contexts)
+        of_units, fixed = sliced.seconds(op)
         np.testing.assert_allclose(of_units.sum(axis=0) + fixed, whole, rtol=1e-9)
     held = [[costs.activation_bytes(s, n) + kept(costs, s, n) for n in slices] for s in stages]
     np.testing.assert_allclose(sliced.stage_activations(bounds), held, rtol=1e-9)
     state = StateBytes.of(model.dtype)
     each = state.weights + state.gradients + state.optimizer
-    assert units.state_bytes().sum() == pytest.approx(each * costs.num_parameters(range(len(model.kinds))))
+    problem = JointProblem(costs, SEQ_LEN, num_ranks=2, state=state)
+    assert problem.state_sums[-1] == pytest.approx(each * costs.num_parameters(range(len(model.kinds))))
 
 
-def kept(costs: AnalyticCosts, stage: StageParts, length: int) -> float:
+def kept(costs: CountedCosts, stage: StageParts, length: int) -> float:
     return costs.context_bytes(stage, length) + costs.context_gradient_bytes(stage, length)
 
 
 def test_the_slowest_link_counts_for_all() -> None:
     """Two nodes of eight: of a pipeline of 16 the link between the nodes, of one of 8 that inside."""
-    costs = AnalyticCosts(counted("llama"), load_cluster("h100-dgx").with_nodes(2))
+    costs = CountedCosts(counted("llama"), load_cluster("h100-dgx").with_nodes(2))
     for num_ranks, pair in ((16, (7, 8)), (8, (0, 1))):
-        units = AnalyticUnits(costs, SEQ_LEN, 1, num_ranks)
         exact = costs.action_costs({}, [SEQ_LEN]).link_seconds(Action(Op.SEND_F, 0, 0, 0), *pair)
-        assert SlicedUnits(units, (SEQ_LEN,)).message_seconds[0] == pytest.approx(exact)
+        assert SlicedUnits(costs, (SEQ_LEN,), costs.link(num_ranks)).message_seconds[0] == pytest.approx(exact)
 
 
 @given(counts=st.lists(st.integers(1, 5), min_size=1, max_size=5), first=st.booleans(), last=st.booleans())

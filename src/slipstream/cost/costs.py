@@ -1,0 +1,482 @@
+"""The costs of a model's work on one rank: those of a part of each kind, and their sums, those of any stage.
+
+`Costs` is the one interface by which a plan learns what a piece costs. Operations that were counted on described
+hardware, measured times, observed steps, and estimates each state what a part of every kind costs; what follows from
+that, such as the costs of stages, is said here once. A `Mode` (`slipstream.cost.mode`) wraps costs to change them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from slipstream.array_types import Floats
+from slipstream.cost.work import (
+    EXCHANGES,
+    OPS,
+    WITH_MESSAGES,
+    Stage,
+    StageParts,
+    Work,
+    check_partition,
+    messages_of_stages,
+    parts_of,
+)
+from slipstream.errors import SlipstreamError
+from slipstream.options import UNSHARED, Degrees
+from slipstream.schedule import BACKWARDS, Op
+from slipstream.simulator import TableCost
+
+
+@dataclass(frozen=True)
+class ActionBytes:
+    """The bytes of a stage's actions on a slice. Messages, keys and values, and weight gradients are counted apart.
+
+    Args:
+        kept: those that F keeps for the backward.
+        deferred: those that I leaves for W, output gradients among it, less those of F's that it frees.
+        peaks: the most that F needs above those it keeps, and B, I and W above those in use before.
+        alone: the most that F holds where it keeps nothing.
+    """
+
+    kept: float
+    deferred: float
+    peaks: Mapping[Op, float]
+    alone: float = 0.0
+
+    @classmethod
+    def estimated(cls, kept: float, made: float, num_layers: int, passing: float = 0.0) -> ActionBytes:
+        """Returns the bytes where only those that F keeps are known, those that a backward makes before it frees any,
+        and those that pass in both: W needs all that F kept, and a layer's F holds what it would keep."""
+        peaks = {Op.F: passing, Op.B: made + passing, Op.I: made + passing, Op.W: 0.0}
+        return cls(kept, 0.0, peaks, kept / num_layers + passing)
+
+
+class LinkTime(NamedTuple):
+    """A message between neighbouring ranks takes `latency` + bytes / `bandwidth` seconds."""
+
+    latency: float = 0.0
+    bandwidth: float | None = None  # bytes per second. None: messages take only their latency
+
+
+NO_LINK = LinkTime()
+
+
+class Numbers(NamedTuple):
+    """The numbers of parameters that a rank holds, (kinds,) each, of a part of every kind."""
+
+    all: Floats
+    trained: Floats
+    trained_in_experts: Floats  # of these, the ones of experts that are spread over ranks
+
+    def optimized(self, shards: int, expert_ranks: int) -> Floats:
+        """Returns how many trained ones have their optimizer state here, where it is spread over `shards` ranks with
+        the same weights; fewer of them, by `expert_ranks`, have the same experts."""
+        shared = self.trained - self.trained_in_experts
+        return shared / shards + self.trained_in_experts / max(1, shards // expert_ranks)
+
+
+class Costs(ABC):
+    """The costs of a model's parts on one rank, for microbatches of one size.
+
+    Methods that begin with `each_` return a value for a part of each kind, (kinds, ...), without the fixed part that
+    every stage has besides its parts. Other methods take a stage, by its layers or its parts. Times are in seconds,
+    sizes in bytes. A slice's length and context are in tokens of each sequence.
+    """
+
+    # --- what they are the costs of ----------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def parts(self) -> Sequence[int]:
+        """The kind of every part of the model, in order: the embedding, the units of the layers, the head."""
+
+    @property
+    def units_per_layer(self) -> int:
+        """2 where the halves of layers are known, else 1."""
+        return 1
+
+    @property
+    def num_frozen_parts(self) -> int:
+        """The first parts without a backward, as nothing up to there is trained."""
+        return 0
+
+    @property
+    def microbatch_size(self) -> int:
+        """The sequences of a microbatch."""
+        return 1
+
+    @property
+    def dtype_bytes(self) -> int:
+        """The bytes of a number that is sent between stages."""
+        return 4
+
+    @property
+    def vocab_size(self) -> int:
+        """The rows of the head."""
+        return 0
+
+    @property
+    def num_head_weights(self) -> int:
+        """The elements of the head's matrix."""
+        return 0
+
+    @property
+    def degrees(self) -> Degrees:
+        """By how many ranks a stage's work is shared."""
+        return UNSHARED
+
+    @property
+    def longest_slice(self) -> int | None:
+        """The longest slice whose time is known, in tokens. None: any."""
+        return None
+
+    # --- seconds of a part of each kind ------------------------------------------------------------------------------
+
+    @abstractmethod
+    def each_seconds(self, work: Work) -> Floats:
+        """Returns the seconds of the work, (kinds, slices); those of a backward are 0 for a part without one."""
+
+    def fixed_seconds(self, work: Work) -> Floats:
+        """Returns the seconds that an action of any stage takes besides its parts, (slices,)."""
+        return np.zeros(len(work.lengths))
+
+    def each_exchange(self, work: Work) -> Floats:
+        """Returns the part of them that are exchanges of ranks that share work, (EXCHANGES, kinds, slices)."""
+        return np.zeros((len(EXCHANGES), self.num_kinds, len(work.lengths)))
+
+    def each_selective_replay(self, work: Work) -> Floats:
+        """Returns the seconds in which selective recomputation repeats the parts' F, (kinds, slices)."""
+        raise NotImplementedError(f"{type(self).__name__} doesn't know how long selective recomputation takes")
+
+    # --- bytes of a part of each kind --------------------------------------------------------------------------------
+
+    def each_activation(self, lengths: Any) -> Floats:
+        """Returns the bytes that F keeps for its backward without recomputation, except keys and values, and with the
+        states that it leaves to the next slice, (kinds, slices)."""
+        return np.zeros((self.num_kinds, len(lengths)))
+
+    def fixed_activation(self, lengths: Any) -> Floats:
+        """Returns the bytes of them that a stage keeps besides its parts, (slices,)."""
+        return np.zeros(len(lengths))
+
+    def each_product(self, lengths: Any) -> Floats:
+        """Returns the bytes of the outputs of products and attention, which selective recomputation keeps, (kinds,
+        slices)."""
+        return np.zeros((self.num_kinds, len(lengths)))
+
+    @cached_property
+    def each_state(self) -> Floats:
+        """The bytes of the states that a slice leaves to the next one, besides keys and values, (kinds,)."""
+        return np.zeros(self.num_kinds)
+
+    @cached_property
+    def each_context(self) -> Floats:
+        """The bytes of a token's keys and values, (kinds,)."""
+        return np.zeros(self.num_kinds)
+
+    @cached_property
+    def each_context_gradient(self) -> Floats:
+        """The bytes of their gradients, (kinds,)."""
+        return np.zeros(self.num_kinds)
+
+    @cached_property
+    def each_number(self) -> Numbers:
+        """The numbers of parameters, (kinds,)."""
+        return Numbers(*np.zeros((3, self.num_kinds)))
+
+    def each_weight(self, each: float) -> Floats:
+        """Returns the bytes of weights, (kinds,), of which those that aren't quantised take `each`."""
+        return each * self.each_number.all
+
+    # --- messages ----------------------------------------------------------------------------------------------------
+
+    def message_bytes(self, length: Any) -> Any:
+        """Returns the bytes of a slice's message to the next stage, as large as its gradient back."""
+        return 0.0 * np.asarray(length)
+
+    def handling_seconds(self, length: Any) -> Any:
+        """Returns the seconds for which a slice's message keeps each of its two ranks from computing."""
+        return 0.0 * np.asarray(length)
+
+    def link(self, num_ranks: int, replicas: int = 1) -> LinkTime:
+        """Returns the slowest link between neighbours of a pipeline of which there are so many `replicas`."""
+        return NO_LINK
+
+    def action_costs(
+        self, times: Mapping[tuple[int, int, Op], float], slices: Sequence[int], data_parallel: int = 1
+    ) -> TableCost:
+        """Returns the simulator's costs with the given times by (stage, slice, op) and the links' times of messages."""
+        link = self.link(2)
+        return TableCost(
+            times=times,
+            message_bytes=[float(self.message_bytes(length)) for length in slices],
+            latency=link.latency,
+            bandwidth=link.bandwidth,
+        )
+
+    # --- replicas and the optimizer ----------------------------------------------------------------------------------
+
+    @property
+    def gradient_bytes(self) -> float:
+        """The bytes of a parameter's gradient that replicas add up."""
+        return 4.0
+
+    @property
+    def gathered_bytes(self) -> float:
+        """The bytes of an updated parameter that the ranks of a sharded optimizer gather."""
+        return float(self.dtype_bytes)
+
+    def spread_seconds(self, shared: float, in_experts: float, copies: int) -> float:
+        """Returns the time in which `copies` ranks with the same weights gather, or reduce-scatter, so many bytes, and
+        the ranks with the same experts those of their experts."""
+        return 0.0
+
+    def update_seconds(self, trained: float, optimized: float) -> float:
+        """Returns the time of AdamW on so many trained parameters, of so many of which the state is here."""
+        return 0.0
+
+    # --- the parts of a stage ----------------------------------------------------------------------------------------
+
+    @property
+    def num_layers(self) -> int:
+        """The layers of the model."""
+        return (len(self.parts) - 2) // self.units_per_layer
+
+    @cached_property
+    def num_kinds(self) -> int:
+        """The kinds of parts."""
+        return max(self.parts) + 1
+
+    @cached_property
+    def each_has_backward(self) -> Floats:
+        """1 for the kinds of parts that have a backward, 0 for others, (kinds,)."""
+        flags = np.zeros(self.num_kinds)
+        flags[list(self.parts[self.num_frozen_parts :])] = 1.0
+        return flags
+
+    def parts_of(self, stage: Stage) -> range:
+        """Returns the numbers of a stage's parts: 0 is the embedding, the last the head.
+
+        Raises:
+            SlipstreamError: where the model doesn't have these layers.
+        """
+        if isinstance(stage, range) and not 0 <= stage.start < stage.stop <= self.num_layers:
+            raise SlipstreamError(
+                f"there is no stage with the layers {stage.start} to {stage.stop - 1}: the model has the layers 0 to "
+                f"{self.num_layers - 1}."
+            )
+        return parts_of(stage, self.num_layers, self.units_per_layer)
+
+    def has_backward(self, stage: Stage) -> bool:
+        """Returns whether a stage has a trained parameter, or one below it has."""
+        return self.parts_of(stage).stop > self.num_frozen_parts
+
+    def has_head(self, stage: Stage) -> bool:
+        """Returns whether the head is among a stage's parts."""
+        return self.parts_of(stage).stop == len(self.parts)
+
+    def count(self, stage: Stage) -> Floats:
+        """Returns how many parts of each kind a stage has, (kinds,)."""
+        parts = self.parts_of(stage)
+        number: Floats = self._counts[parts.stop] - self._counts[parts.start]
+        return number
+
+    @cached_property
+    def _counts(self) -> Floats:
+        """How many of the first 0, 1, ... parts are of each kind, (1 + parts, kinds)."""
+        kinds = np.eye(self.num_kinds)[list(self.parts)]
+        return np.concatenate([np.zeros((1, self.num_kinds)), np.cumsum(kinds, axis=0)])
+
+    def layers_with_backward(self, stage: Stage) -> list[StageParts]:
+        """Returns the layers of a stage that have a backward, of each the parts that are there."""
+        inner = [part for part in self.parts_of(stage) if 0 < part < len(self.parts) - 1]
+        layers = [[*layer] for _, layer in groupby(inner, lambda part: (part - 1) // self.units_per_layer)]
+        return [StageParts(layer[0], layer[-1] + 1) for layer in layers if layer[-1] + 1 > self.num_frozen_parts]
+
+    # --- seconds of a stage ------------------------------------------------------------------------------------------
+
+    def seconds(self, stage: Stage, op: Op, length: Any, context: Any) -> Any:
+        """Returns the time of F, B, I, W or R; ints give a number, integer arrays an array. It is 0 for a backward that
+        doesn't run, as nothing up to there is trained."""
+        work, shape = _as_work(op, length, context)
+        if op in BACKWARDS and not self.has_backward(stage):
+            return _shaped(np.zeros(len(work.lengths)), shape)
+        return _shaped(self.fixed_seconds(work) + total(self.count(stage), self.each_seconds(work)), shape)
+
+    def exchange_seconds(self, stage: Stage, op: Op, length: Any) -> tuple[Any, ...]:
+        """Returns the parts of it that are exchanges of ranks that share layers, slices and experts: see
+        `EXCHANGES`."""
+        work, shape = _as_work(op, length, 0)
+        return tuple(_shaped(total(self.count(stage), kind), shape) for kind in self.each_exchange(work))
+
+    def replay_seconds(self, stage: Stage, recompute: str, length: Any, context: Any) -> Any:
+        """Returns the time of R: that of F, or with "selective" of its kernels other than products and attention. With
+        "full", which has no R, it is how much longer the backward takes."""
+        if recompute not in ("full", "selective"):
+            return self.seconds(stage, Op.R, length, context)
+        work, shape = _as_work(Op.R, length, context)
+        if recompute == "full":
+            again = all_of(self.layers_with_backward(stage))
+            return _shaped(total(self.count(again), self.each_seconds(work)), shape)
+        return _shaped(self.fixed_seconds(work) + total(self.count(stage), self.each_selective_replay(work)), shape)
+
+    # --- bytes of a stage --------------------------------------------------------------------------------------------
+
+    def activation_bytes(self, stage: Stage, length: int) -> float:
+        """Returns the bytes that a slice's F keeps for its backward without recomputation, except keys and values."""
+        if not self.has_backward(stage):
+            return 0.0
+        lengths = np.array([length])
+        kept = total(self.each_has_backward * self.count(stage), self.each_activation(lengths))
+        return float((kept + self.fixed_activation(lengths))[0])
+
+    def kept_bytes(self, stage: Stage, recompute: str, length: int) -> float:
+        """Returns the bytes that F keeps of it until R: states that it leaves to the next slice, the stage's input,
+        which for the first stage are tokens; with "selective" also the outputs of matrix products and attention. With
+        "full", those that it keeps until the backward."""
+        if not self.has_backward(stage):
+            return 0.0
+        if recompute == "full":
+            layers = self.layers_with_backward(stage)
+            states = float(total(self.count(all_of(layers)), self.each_state))
+            return self._kept_by_layers(stage, layers, length) + states
+        kept = float(self.message_bytes(length)) if self.parts_of(stage).start else 0.0
+        count = self.count(stage)
+        if recompute == "selective":
+            kept += float(total(self.each_has_backward * count, self.each_product(np.array([length])))[0])
+        return kept + float(total(count, self.each_state))
+
+    def _kept_by_layers(self, stage: Stage, layers: Sequence[StageParts], length: int) -> float:
+        """Returns the bytes that F keeps where its layers are recomputed one by one: the input of each of them, and the
+        saved tensors of the model's ends."""
+        ends = [StageParts(part, part + 1) for part in (0, len(self.parts) - 1) if part in self.parts_of(stage)]
+        saved = sum(self.activation_bytes(end, length) for end in ends)
+        return saved + len(layers) * float(self.message_bytes(length))
+
+    def action_bytes(self, stage: Stage, length: int) -> ActionBytes:
+        """Returns the bytes that a slice's actions keep, and those in use while they run."""
+        made = 2 * float(self.message_bytes(length)) + self.logits_gradient_bytes(stage, length)
+        made = made if self.has_backward(stage) else 0.0
+        num_layers = max(1, len(self.parts_of(stage)) // self.units_per_layer)
+        passing = self.passing_bytes(stage)
+        return ActionBytes.estimated(self.activation_bytes(stage, length), made, num_layers, passing)
+
+    def passing_bytes(self, stage: Stage) -> float:
+        """Returns the bytes that pass while an action of a stage runs, such as weights that are made of 4 bits."""
+        return 0.0
+
+    def context_bytes(self, stage: Stage, length: int) -> float:
+        """Returns the keys and values of `length` tokens, kept from a microbatch's first F to its last backward."""
+        return length * float(total(self.count(stage), self.each_context))
+
+    def context_gradient_bytes(self, stage: Stage, length: int) -> float:
+        """Returns the bytes of the float32 gradients of `length` tokens' keys and values, alive from a microbatch's
+        first backward to its last."""
+        return length * float(total(self.count(stage), self.each_context_gradient))
+
+    def logits_gradient_bytes(self, stage: Stage, length: int) -> float:
+        """Returns the gradient of a slice's logits in float32, made before any activation is freed; 0 without the
+        head."""
+        return 0.0
+
+    # --- the state of a stage ----------------------------------------------------------------------------------------
+
+    def num_parameters(self, stage: Stage) -> float:
+        """Returns the number of a stage's parameters."""
+        return float(total(self.count(stage), self.each_number.all))
+
+    def weight_bytes(self, stage: Stage, each: float) -> float:
+        """Returns the bytes of a stage's parameters, of which those that aren't quantised take `each`."""
+        return float(total(self.count(stage), self.each_weight(each)))
+
+    def num_trained(self, stage: Stage) -> float:
+        """Returns the number of a stage's parameters that are trained."""
+        return float(total(self.count(stage), self.each_number.trained))
+
+    def num_optimized(self, stage: Stage, shards: int) -> float:
+        """Returns the number of trained parameters whose optimizer state is here, where it is spread over `shards`
+        ranks with the same weights; fewer of them have the same experts."""
+        return float(total(self.count(stage), self.each_number.optimized(shards, self.degrees.experts)))
+
+    def gradient_seconds(self, stage: Stage, copies: int, shards: int = 1) -> float:
+        """Returns the time in which a stage's gradients are reduced over the `copies`, ranks with the same weights: by
+        an all-reduce, or where the optimizer is sharded by a reduce-scatter."""
+        once = self.between_copies(stage, self.gradient_bytes, copies)
+        return once if shards > 1 else 2 * once
+
+    def gather_seconds(self, stage: Stage, shards: int) -> float:
+        """Returns the time in which the ranks of a sharded optimizer gather the updated parameters."""
+        return self.between_copies(stage, self.gathered_bytes, shards)
+
+    def between_copies(self, stage: Stage, num_bytes: float, copies: int) -> float:
+        """Returns the time in which ranks gather, or reduce-scatter, `num_bytes` of each trained parameter: over all
+        that have the same weights, but those of experts over the ranks that have the same experts."""
+        in_experts = float(total(self.count(stage), self.each_number.trained_in_experts))
+        shared = self.num_trained(stage) - in_experts
+        return self.spread_seconds(num_bytes * shared, num_bytes * in_experts, copies)
+
+    def optimizer_step_seconds(self, stage: Stage, shards: int = 1) -> float:
+        """Returns the time of AdamW whose state is spread over `shards` ranks."""
+        return self.update_seconds(self.num_trained(stage), self.num_optimized(stage, shards))
+
+    # --- a pipeline --------------------------------------------------------------------------------------------------
+
+    def cost(self, partition: Sequence[float], slices: Sequence[int]) -> TableCost:
+        """Returns the simulator's costs of a pipeline: times and activations of every stage and slice, and messages.
+
+        Args:
+            partition: layers of each stage; with halves where these are counted, 0 for an end of the model alone.
+            slices: tokens of each slice.
+
+        Raises:
+            SlipstreamError: where the layers don't add up to the model's, a slice is empty, or its time is unknown.
+        """
+        check_partition(partition, self.num_layers, self.units_per_layer)
+        if min(slices, default=0) < 1:
+            raise SlipstreamError(f"slices={list(slices)}: give at least one, each of 1 token or more.")
+        stages = StageParts.of_partition(partition, self.num_layers, self.units_per_layer)
+        handled = np.outer(messages_of_stages(len(stages)), self.handling_seconds(np.array(slices)))
+        times: dict[tuple[int, int, Op], float] = {}
+        for op in (*OPS, Op.R):
+            _, lengths, contexts = Work.of_slices(op, slices)
+            for g, stage in enumerate(stages):
+                seconds = self.seconds(stage, op, lengths, contexts) + handled[g] * (op in WITH_MESSAGES)
+                times |= {(g, index, op): float(each) for index, each in enumerate(seconds)}
+        units = [(g, index, stage, n) for g, stage in enumerate(stages) for index, n in enumerate(slices)]
+        return replace(
+            self.action_costs(times, slices),
+            activations={(g, index): self.activation_bytes(stage, n) for g, index, stage, n in units},
+            kept={(g, index): self.kept_bytes(stage, "stage", n) for g, index, stage, n in units},
+        )
+
+
+def total(numbers: Sequence[float] | Floats, rows: Floats) -> Any:
+    """Returns the sum of the rows, each so many times: added one after the other, so that equal sums are equal to the
+    bit and searches find the same plans on every processor."""
+    added: Any = np.zeros(np.shape(rows)[1:])
+    for number, row in zip(numbers, rows, strict=True):
+        if number:
+            added = added + number * row
+    return added
+
+
+def _as_work(op: Op, length: Any, context: Any) -> tuple[Work, tuple[int, ...]]:
+    """Returns the work on slices, and the shape that its times are to have."""
+    lengths, contexts = np.broadcast_arrays(np.asarray(length), np.asarray(context))
+    return Work(op, lengths.ravel(), contexts.ravel()), lengths.shape
+
+
+def _shaped(seconds: Floats, shape: tuple[int, ...]) -> Any:
+    return float(seconds[0]) if not shape else seconds.reshape(shape)
+
+
+def all_of(layers: Sequence[StageParts]) -> StageParts:
+    """Returns consecutive layers as one stage, which may be empty."""
+    return StageParts(layers[0].start, layers[-1].stop) if layers else StageParts(0, 0)

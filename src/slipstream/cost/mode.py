@@ -1,0 +1,335 @@
+"""What changes the costs of a model: how it is trained, and what is kept where.
+
+A Mode wraps costs and is costs. It states the values of a part of every kind that differ; all else follows. Modes are
+applied in this order: what is trained (`PartlyTrained`), then which weights are elsewhere (`WithoutHead`,
+`WithoutLookups`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from slipstream.array_types import Floats
+from slipstream.cost.costs import ActionBytes, Costs, LinkTime, Numbers
+from slipstream.cost.operation_counts import ModelCount, PartCount
+from slipstream.cost.work import OPS, Stage, StageParts, Work
+from slipstream.options import Degrees
+from slipstream.schedule import Op
+from slipstream.simulator import TableCost
+
+
+@dataclass(frozen=True)
+class Mode(Costs):
+    """Costs as the wrapped ones say."""
+
+    costs: Costs
+
+    @property
+    def parts(self) -> Sequence[int]:
+        return self.costs.parts
+
+    @property
+    def units_per_layer(self) -> int:
+        return self.costs.units_per_layer
+
+    @property
+    def num_frozen_parts(self) -> int:
+        return self.costs.num_frozen_parts
+
+    @property
+    def microbatch_size(self) -> int:
+        return self.costs.microbatch_size
+
+    @property
+    def dtype_bytes(self) -> int:
+        return self.costs.dtype_bytes
+
+    @property
+    def vocab_size(self) -> int:
+        return self.costs.vocab_size
+
+    @property
+    def num_head_weights(self) -> int:
+        return self.costs.num_head_weights
+
+    @property
+    def degrees(self) -> Degrees:
+        return self.costs.degrees
+
+    @property
+    def longest_slice(self) -> int | None:
+        return self.costs.longest_slice
+
+    def each_seconds(self, work: Work) -> Floats:
+        return self.costs.each_seconds(work)
+
+    def fixed_seconds(self, work: Work) -> Floats:
+        return self.costs.fixed_seconds(work)
+
+    def each_exchange(self, work: Work) -> Floats:
+        return self.costs.each_exchange(work)
+
+    def each_selective_replay(self, work: Work) -> Floats:
+        return self.costs.each_selective_replay(work)
+
+    def each_activation(self, lengths: Any) -> Floats:
+        return self.costs.each_activation(lengths)
+
+    def fixed_activation(self, lengths: Any) -> Floats:
+        return self.costs.fixed_activation(lengths)
+
+    def each_product(self, lengths: Any) -> Floats:
+        return self.costs.each_product(lengths)
+
+    @cached_property
+    def each_state(self) -> Floats:
+        return self.costs.each_state
+
+    @cached_property
+    def each_context(self) -> Floats:
+        return self.costs.each_context
+
+    @cached_property
+    def each_context_gradient(self) -> Floats:
+        return self.costs.each_context_gradient
+
+    @cached_property
+    def each_number(self) -> Numbers:
+        return self.costs.each_number
+
+    def each_weight(self, each: float) -> Floats:
+        return self.costs.each_weight(each)
+
+    def message_bytes(self, length: Any) -> Any:
+        return self.costs.message_bytes(length)
+
+    def handling_seconds(self, length: Any) -> Any:
+        return self.costs.handling_seconds(length)
+
+    def link(self, num_ranks: int, replicas: int = 1) -> LinkTime:
+        return self.costs.link(num_ranks, replicas)
+
+    def action_costs(
+        self, times: Mapping[tuple[int, int, Op], float], slices: Sequence[int], data_parallel: int = 1
+    ) -> TableCost:
+        return self.costs.action_costs(times, slices, data_parallel)
+
+    def action_bytes(self, stage: Stage, length: int) -> ActionBytes:
+        return self.costs.action_bytes(stage, length)
+
+    def passing_bytes(self, stage: Stage) -> float:
+        return self.costs.passing_bytes(stage)
+
+    def logits_gradient_bytes(self, stage: Stage, length: int) -> float:
+        return self.costs.logits_gradient_bytes(stage, length)
+
+    @property
+    def gradient_bytes(self) -> float:
+        return self.costs.gradient_bytes
+
+    @property
+    def gathered_bytes(self) -> float:
+        return self.costs.gathered_bytes
+
+    def spread_seconds(self, shared: float, in_experts: float, copies: int) -> float:
+        return self.costs.spread_seconds(shared, in_experts, copies)
+
+    def update_seconds(self, trained: float, optimized: float) -> float:
+        return self.costs.update_seconds(trained, optimized)
+
+
+def innermost(costs: Costs) -> Costs:
+    """Returns the costs that no Mode has changed."""
+    while isinstance(costs, Mode):
+        costs = costs.costs
+    return costs
+
+
+@dataclass(frozen=True)
+class PartlyTrained(Mode):
+    """Costs of training a part of a model that were measured with all weights trained.
+
+    Where some weights are frozen, or an adapter is trained beside them, a part's F, I and W take as much of the
+    measured time as their counted products are of those with all weights trained: nothing of I and W below the lowest
+    trained part, no W of a frozen one, a little more of F where there is an adapter. The smaller memory of a frozen
+    layer isn't known, so that above the lowest trained part activations count as measured.
+
+    Args:
+        whole: the counted model with all weights trained.
+        part: the same with the trained weights.
+    """
+
+    whole: ModelCount
+    part: ModelCount
+
+    @cached_property
+    def _kinds(self) -> list[tuple[int, int, int]]:
+        """The kinds of parts: of the measured costs, of the whole count and of the partly trained one."""
+        return [*dict.fromkeys(self._kinds_of_parts)]
+
+    @property
+    def _kinds_of_parts(self) -> list[tuple[int, int, int]]:
+        return list(zip(self.costs.parts, self.whole.parts, self.part.parts, strict=True))
+
+    @cached_property
+    def parts(self) -> Sequence[int]:
+        return tuple(map(self._kinds.index, self._kinds_of_parts))
+
+    @property
+    def num_frozen_parts(self) -> int:
+        return self.part.num_frozen_parts
+
+    @cached_property
+    def _measured(self) -> list[int]:
+        return [kind for kind, _, _ in self._kinds]
+
+    @cached_property
+    def _pairs(self) -> list[tuple[PartCount, PartCount]]:
+        return [(self.whole.of_kind[whole], self.part.of_kind[part]) for _, whole, part in self._kinds]
+
+    def _held(self, value: Callable[[PartCount], tuple[float, float]]) -> tuple[Floats, Floats]:
+        """Returns a rank's share of a number of a part of each kind, in all and in experts: with all weights trained,
+        and with the trained ones."""
+        held = [[self.degrees.held(*value(count)) for count in pair] for pair in self._pairs]
+        whole, part = np.array(held, float).T
+        return whole, part
+
+    def each_seconds(self, work: Work) -> Floats:
+        if work.op is Op.B:
+            inputs, weights = (self.costs.each_seconds(work._replace(op=op))[self._measured] for op in (Op.I, Op.W))
+            both = inputs + weights
+            computed = inputs * self._shares[Op.I][:, None] + weights * self._shares[Op.W][:, None]
+            share = np.divide(computed, both, out=np.zeros_like(both), where=both > 0)
+            return self.costs.each_seconds(work)[self._measured] * share
+        op = Op.F if work.op is Op.R else work.op
+        return self.costs.each_seconds(work)[self._measured] * self._shares[op][:, None]
+
+    @cached_property
+    def _shares(self) -> dict[Op, Floats]:
+        """The part of a part's measured F, I and W that remains."""
+        return {op: np.array([_share(op, *pair) for pair in self._pairs]) for op in (Op.F, Op.I, Op.W)}
+
+    def each_exchange(self, work: Work) -> Floats:
+        return self.costs.each_exchange(work)[:, self._measured]
+
+    def each_selective_replay(self, work: Work) -> Floats:
+        return self.costs.each_selective_replay(work)[self._measured]
+
+    def each_activation(self, lengths: Any) -> Floats:
+        return self.costs.each_activation(lengths)[self._measured]
+
+    def each_product(self, lengths: Any) -> Floats:
+        return self.costs.each_product(lengths)[self._measured]
+
+    @cached_property
+    def each_state(self) -> Floats:
+        return self.costs.each_state[self._measured]
+
+    @cached_property
+    def each_context(self) -> Floats:
+        return self.costs.each_context[self._measured]
+
+    @cached_property
+    def each_context_gradient(self) -> Floats:
+        return self.costs.each_context_gradient[self._measured] * self.each_has_backward
+
+    @cached_property
+    def each_number(self) -> Numbers:
+        before, now = self._held(lambda part: (part.num_parameters, part.num_in_experts))
+        numbers = self.costs.each_number.all[self._measured] + (now - before).round()
+        _, frozen = self._held(lambda part: (part.num_frozen, part.num_in_experts - part.num_trained_in_experts))
+        _, in_experts = self._held(lambda part: (part.num_trained_in_experts, part.num_trained_in_experts))
+        spread = in_experts.round() * (self.degrees.experts > 1)
+        return Numbers(numbers, np.maximum(0.0, numbers - frozen.round()), spread)
+
+    def each_weight(self, each: float) -> Floats:
+        _, saved = self._held(lambda part: (part.saved_bytes(each), 0.0))
+        return each * self.each_number.all - saved
+
+    def action_bytes(self, stage: Stage, length: int) -> ActionBytes:
+        parts = self.parts_of(stage)
+        if self.has_backward(stage):
+            return self.costs.action_bytes(StageParts(max(parts.start, self.num_frozen_parts), parts.stop), length)
+        during = self.costs.action_bytes(stage, length).alone
+        return ActionBytes(0.0, 0.0, dict.fromkeys(OPS, 0.0) | {Op.F: during}, during)
+
+
+def _share(op: Op, whole: PartCount, part: PartCount) -> float:
+    """Returns the products of an op in relation to those with all weights trained; of a part without products whether
+    the op runs."""
+    runs = {Op.F: True, Op.I: part.has_backward, Op.W: part.num_trained > 0}[op]
+    before, now = (count.ops[op].flops.per_token for count in (whole, part))
+    return float(runs) if not before else now / before * runs
+
+
+@dataclass(frozen=True)
+class WithoutHead(Mode):
+    """Costs of which the head takes nothing, as its rows are spread over the ranks."""
+
+    @cached_property
+    def parts(self) -> Sequence[int]:
+        # a kind of its own, which no other part shares
+        return (*self.costs.parts[:-1], self.costs.num_kinds)
+
+    @property
+    def num_frozen_parts(self) -> int:
+        # the rows of a head that is trained are next to any stage, also to frozen ones
+        return 0
+
+    def each_seconds(self, work: Work) -> Floats:
+        return _and_nothing(self.costs.each_seconds(work))
+
+    def each_exchange(self, work: Work) -> Floats:
+        return np.stack([_and_nothing(kind) for kind in self.costs.each_exchange(work)])
+
+    def each_activation(self, lengths: Any) -> Floats:
+        return _and_nothing(self.costs.each_activation(lengths))
+
+    def each_product(self, lengths: Any) -> Floats:
+        return _and_nothing(self.costs.each_product(lengths))
+
+    @cached_property
+    def each_state(self) -> Floats:
+        return _and_nothing(self.costs.each_state)
+
+    @cached_property
+    def each_context(self) -> Floats:
+        return _and_nothing(self.costs.each_context)
+
+    @cached_property
+    def each_context_gradient(self) -> Floats:
+        return _and_nothing(self.costs.each_context_gradient)
+
+    @cached_property
+    def each_number(self) -> Numbers:
+        return Numbers(*map(_and_nothing, self.costs.each_number))
+
+    def each_weight(self, each: float) -> Floats:
+        return _and_nothing(self.costs.each_weight(each))
+
+
+def _and_nothing(rows: Floats) -> Floats:
+    # For one more kind.
+    return np.concatenate([rows, np.zeros_like(rows[:1])])
+
+
+@dataclass(frozen=True)
+class WithoutLookups(Mode):
+    """Costs of the model whose embedding has no weight for its tokens, as the rows of a spread, tied head have it."""
+
+    @cached_property
+    def each_number(self) -> Numbers:
+        whole = self.costs.each_number
+        left = np.zeros(self.num_kinds)
+        left[self.parts[0]] = self.num_head_weights
+        return Numbers(whole.all - left, whole.trained - left, whole.trained_in_experts)
+
+    def each_weight(self, each: float) -> Floats:
+        weights = self.costs.each_weight(each).copy()
+        weights[self.parts[0]] -= each * self.num_head_weights
+        return weights
