@@ -162,6 +162,22 @@ def test_details_of_every_step_are_said_where_they_are_asked_for() -> None:
     assert [line.partition("  ")[0] for line in lines] == [f"step {step}/1000: loss 2" for step in range(1, 5)]
 
 
+def test_a_pipe_is_told_how_far_long_work_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine, tokenising alone may take minutes."""
+    file = io.StringIO()
+    monkeypatch.setattr("slipstream.launch.progress._LONGEST_SILENCE", 0.05)
+    with Progress(Console(file=file, width=200)).counting("tokenising", 400) as show:
+        show(1)
+        time.sleep(0.1)
+        show(100)
+        show(200)
+        time.sleep(0.1)
+        show(400)
+    begin, quarter, end = file.getvalue().splitlines()
+    assert (begin, end) == ("tokenising", "tokenising: 100%")
+    assert re.fullmatch(r"tokenising: 25%  [\d.]+ seconds left", quarter)
+
+
 def test_a_pipe_is_told_the_time_that_is_left() -> None:
     """It is that of the steps after the first, which is the slowest; there is none before one and at the end."""
     file = io.StringIO()

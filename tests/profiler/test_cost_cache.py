@@ -86,7 +86,7 @@ def test_what_is_always_disturbed_is_measured_in_few_rounds(
 
     monkeypatch.setattr(cost_cache, "profile_model", profiled)
     find_costs(llama(), replace(SETTINGS, repeats=6), CPU, Ranks.of())
-    assert asked == [replace(SETTINGS, repeats=rounds)]
+    assert asked == [replace(SETTINGS, repeats=rounds, budget=asked[0].budget)]
 
 
 def test_costs_of_other_settings_and_numbers_of_processes_are_other_files() -> None:
@@ -130,7 +130,8 @@ def test_a_busy_machine_is_measured_again_and_what_stays_disturbed_is_not_kept(
     measured += [0.4, 0.01]
     lines: list[str] = []
     assert costs(lines).disturbed == 0.01
-    assert lines == ["another program used the cores for 40% of the measuring: measuring again"]
+    begin = "another program used the cores for 40% of the measuring: measuring again. Where others always use them"
+    assert [line[: len(begin)] for line in lines] == [begin]
     for path in cache.iterdir():
         path.unlink()
     measured += [0.4, 0.3]
@@ -166,7 +167,7 @@ def test_all_attempts_together_take_the_budget_and_a_busy_machine_can_be_declare
     assert all(0.5 < budget <= 1 for budget in budgets)
     assert shares == sorted(shares)
     assert [words for words, line in zip(said, lines, strict=True) if words not in line] == []
-    assert "Where others always use them, set SLIPSTREAM_SHARED_CORES=1" in lines[-1]
+    assert all("Where others always use them, set SLIPSTREAM_SHARED_CORES=1" in line for line in lines)
 
 
 def test_a_machine_on_which_nothing_can_be_measured_is_told_what_to_set() -> None:

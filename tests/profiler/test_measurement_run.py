@@ -158,6 +158,50 @@ def test_rounds_end_with_the_budget_however_little_the_samples_agree(monkeypatch
     assert measured(bench, MeasurementGrid(points), budget=100.0, repeats=6).rounds == 2
 
 
+@pytest.mark.parametrize("num_held_out", [0, 4])
+def test_a_round_ends_with_the_budget_and_what_it_measured_is_fitted(
+    monkeypatch: pytest.MonkeyPatch, num_held_out: int
+) -> None:
+    """Load that rises after the warming up makes one round longer than the budget. Points that need a first sample
+    come before those that need a second, and where too few have one the budget grows, or the run ends."""
+    points = [(64, 64 * context) for context in range(20)]
+    fitted, held_out = points[: 20 - num_held_out], points[20 - num_held_out :]
+    order = MeasurementGrid(fitted, held_out).points
+    bench = CountingBench()
+    monkeypatch.setattr(measurement_run, "time", SimpleNamespace(perf_counter=lambda: 10 * len(bench.ran)))
+    for budget, num_ran in ((125.0, 13), (250.0, 25)):
+        bench.ran.clear()
+        run = measured(bench, MeasurementGrid([*fitted], [*held_out]), budget=budget, repeats=6)
+        assert bench.ran == [*order, *order][:num_ran]
+        assert run.grid.points == order[:num_ran]
+        assert samples(run) == Counter(bench.ran)
+    bench.ran.clear()
+    with pytest.raises(TooLittleTimeError, match="spent after 5 of 20 points"):
+        measured(bench, MeasurementGrid([*fitted], [*held_out]), budget=45.0, repeats=6)
+    bench.ran.clear()
+    run = measured(bench, MeasurementGrid([*fitted], [*held_out]), budget=45.0, on_growth=lambda seconds: None)
+    assert run.grid.points == order[: len(run.grid.points)]
+    assert 8 <= len(run.grid.points) < 20
+
+
+def test_a_length_whose_warming_up_is_not_over_in_time_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    points = [*((64, 64 * context) for context in range(8)), (128, 0)]
+    benches = [CountingBench(), CountingBench()]
+    monkeypatch.setattr(measurement_run, "time", SimpleNamespace(perf_counter=lambda: 60 * (len(benches[0].warm) > 1)))
+    run = MeasurementRun(
+        benches,  # type: ignore[arg-type]
+        [range(1), range(1, 2)],
+        MeasurementGrid(points),
+        TimeBudget(50.0, Ranks.of(), lambda share: None),
+        MeasuringTeams.of(Ranks.of()),
+        3,
+        doubt=0.01,
+    )
+    with pytest.raises(TooLittleTimeError, match="spent after 0 of 8 points"):
+        run.run()
+    assert [len(bench.warm) for bench in benches] == [2, 1]
+
+
 def test_a_budget_that_is_too_small_ends_the_run_or_grows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it may grow nothing is thrown away: what a fit needs is known once a length has run."""
     points = [(64 * number, 0) for number in range(1, 20)]
@@ -241,8 +285,8 @@ def test_only_teams_of_one_host_deal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert MeasuringTeams.of(ranks, deals=False).teams == ((0,),)
 
 
-def told(pipelines: int, shared: int) -> dict[str, Any]:
-    ended = launch(pipelines * shared, WORKERS / "profiler/measuring.py", str(pipelines), str(shared))
+def told(pipelines: int, shared: int, *budget: str) -> dict[str, Any]:
+    ended = launch(pipelines * shared, WORKERS / "profiler/measuring.py", str(pipelines), str(shared), *budget)
     assert ended.returncode == 0, ended.stderr[-3000:]
     found: dict[str, Any] = json.loads(ended.stdout)
     return found
@@ -268,3 +312,15 @@ def test_ranks_that_share_layers_measure_in_step() -> None:
     found = told(1, 2)
     assert found["equal"]
     assert len({*found["counts"]}) == 1
+
+
+@pytest.mark.parametrize(
+    ("pipelines", "shared"), [pytest.param(2, 1, marks=pytest.mark.more), (1, 2)], ids=["dealt", "in step"]
+)
+def test_ranks_whose_clocks_differ_end_a_round_alike(pipelines: int, shared: int) -> None:
+    """Ranks that share layers would wait for one that has stopped; those that deal know what each has measured."""
+    found = told(pipelines, shared, "70")
+    assert found["equal"]
+    assert 8 <= found["points"] < 10
+    if shared > 1:
+        assert len({*found["counts"]}) == 1

@@ -98,6 +98,16 @@ def test_naming_one_of_them_leaves_the_others_at_their_defaults(sections: dict[s
             "pipeline.slices=4 and memory.offload=0.5 are given, so the run plans nothing before its first step: "
             "schedule=auto, slices=4, partition=auto. Leave them out for a plan.",
         ),
+        (
+            {"pipeline": {"schedule": "auto"}},
+            "pipeline.schedule=auto is given, so the run plans nothing before its first step: schedule=auto, slices=8, "
+            "partition=auto. Leave it out for a plan.",
+        ),
+        (
+            {"pipeline": {"partition": "auto"}},
+            "pipeline.partition=auto is given, so the run plans nothing before its first step: schedule=1f1b, "
+            "slices=8, partition=auto. Leave it out for a plan.",
+        ),
     ],
     ids=str,
 )

@@ -69,7 +69,8 @@ class Progress:
 
     @contextmanager
     def counting(self, description: str, total: int) -> Iterator[Callable[[float], None]]:
-        """Shows a bar; the caller gets a function of how much of the total is done."""
+        """Shows a bar; the caller gets a function of how much of the total is done. Without a terminal, a line at the
+        beginning and every minute, with the time left."""
         from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 
         columns = TextColumn("{task.description}"), BarColumn(_WIDEST_BAR), TextColumn("{task.percentage:>3.0f}%")
@@ -77,7 +78,17 @@ class Progress:
             self.say(description)
         with self._bars(*columns, TimeRemainingColumn()) as bars:
             task = bars.add_task(description, total=total)
-            yield lambda done: bars.update(task, completed=done)
+            began = said = time.monotonic()
+
+            def show(done: float) -> None:
+                nonlocal said
+                bars.update(task, completed=done)
+                now = time.monotonic()
+                if bars.disable and now - said > _LONGEST_SILENCE:
+                    said = now
+                    self.say(f"{description}: {done / total:.0%}" + _time_left(done, total - done, now - began))
+
+            yield show
 
     @contextmanager
     def training(self, num_steps: int, done: int = 0) -> Iterator[Callable[[int, Sequence[str]], None]]:
@@ -142,9 +153,9 @@ class Progress:
         )
 
 
-def _time_left(num_timed: int, num_left: int, seconds: float) -> str:
+def _time_left(num_timed: float, num_left: float, seconds: float) -> str:
     """Returns the end of a line on the time of the steps that are left, by the `seconds` of those that were timed."""
-    return f"  {long_duration_text(num_left * seconds / num_timed)} left" if num_timed > 0 and num_left else ""
+    return f"  {long_duration_text(num_left * seconds / num_timed)} left" if num_timed > 0 and num_left > 0 else ""
 
 
 def _as_many_as_fit(figures: Sequence[str], width: int) -> str:

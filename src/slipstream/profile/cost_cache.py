@@ -28,6 +28,7 @@ from slipstream.profile.profile_run import ProfileSettings, identify_hardware, i
 _ATTEMPTS = 2
 # Share of the budget that must be left for a second attempt; with less it would be too coarse.
 _LEAST_LEFT = 0.5
+_LEAST_SHARE = 0.1  # of the budget for a measuring, however long the link before it has taken
 _SHARED = "SLIPSTREAM_SHARED_CORES"
 _ROUNDS_OF_SHARED = 3  # at most: on shared cores, samples may not agree however many there are
 _ALWAYS = f"Where others always use them, set {_SHARED}=1: then costs are measured once, in few rounds, and kept"
@@ -122,6 +123,9 @@ def find_costs(
         if ranks.leads:
             on_progress(min(1.0, spent + (1 - spent) * share))
 
+    def share_spent() -> float:
+        return float(ranks.broadcast(min(1.0, (time.perf_counter() - began) / settings.budget)))
+
     profiles: list[Profile] = []
     share_cores: bool = ranks.run_on_leader(lambda: _share_cores(ranks))
     if share_cores:
@@ -129,7 +133,8 @@ def find_costs(
     for attempt in range(_ATTEMPTS):
         is_kept, apart = link and not attempt, settings.parallel.sequence_parallel
         between = link if is_kept else measure_link(device, ranks, apart, few_repeats=share_cores)
-        left = replace(settings, budget=(1 - spent) * settings.budget)
+        spent = share_spent()  # by the link too
+        left = replace(settings, budget=max(_LEAST_SHARE, 1 - spent) * settings.budget)
         try:
             profiles.append(_leaders(profile_model(config, left, device, between, tell, ranks), ranks))
         except TooLittleTimeError as error:
@@ -138,11 +143,13 @@ def find_costs(
             break
         if share_cores or not profiles[-1].is_disturbed:
             break
-        spent = ranks.broadcast(min(1.0, (time.perf_counter() - began) / settings.budget))
+        spent = share_spent()
         last = attempt == _ATTEMPTS - 1 or 1 - spent < _LEAST_LEFT
         if ranks.leads:
-            next_step = f"the costs are used, but not kept. {_ALWAYS}" if last else "measuring again"
-            say(f"another program used the cores for {profiles[-1].disturbed:.0%} of the measuring: {next_step}")
+            next_step = "the costs are used, but not kept" if last else "measuring again"
+            say(
+                f"another program used the cores for {profiles[-1].disturbed:.0%} of the measuring: {next_step}. {_ALWAYS}"
+            )
         if last:
             break
     best = min(profiles, key=lambda profile: profile.disturbed)

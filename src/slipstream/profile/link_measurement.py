@@ -23,6 +23,7 @@ from slipstream.schedule import Action, Channel, Op
 _SIZES = tuple(4**k * 1024 for k in range(8))  # bytes: 1 KiB to 16 MiB
 _WARM_UPS = 3
 _REPEATS, _FEW_REPEATS = 15, 5
+_LONG = 5.0  # seconds of all sums, beyond which messages are repeated less often
 _HANDLED = (2**14, 2**18, 2**20, 2**22)  # bytes
 _WORK = 256  # rows and columns of a matrix that the ranks multiply meanwhile
 _MEANWHILE = 8  # of its products before a message is sent, and while it is on its way
@@ -49,13 +50,17 @@ def measure_link(
         device: the device between which and another one messages go.
         ranks: of the mesh. Default: all processes are a pipeline's.
         sequence_parallel: whether tensor ranks have different tokens.
-        few_repeats: whether messages and sums are repeated less often, as more wouldn't agree better.
+        few_repeats: whether messages and sums are repeated less often, as more wouldn't agree better. Messages are in
+            any case where the sums have taken long, as on a busy machine.
     """
     ranks = ranks or Ranks.of()
     if ranks.world.size < 2:
         return None
     repeats = _FEW_REPEATS if few_repeats else _REPEATS
+    began = time.perf_counter()
     sums = fit_link([_sum_point(ranks.world, size // 4, device, repeats) for size in _SIZES[2:]], dist.get_backend())
+    if ranks.broadcast(time.perf_counter() - began) > _LONG:
+        repeats = _FEW_REPEATS
     if ranks.pipeline.size < 2:
         return replace(sums, points=())
     there = Channel("activations", 0, 1), Action(Op.SEND_F, 0)

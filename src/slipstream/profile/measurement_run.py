@@ -8,6 +8,7 @@ import time
 from collections import ChainMap, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, pairwise, product, zip_longest
 from math import sqrt
 from typing import Any, TypeVar
@@ -173,7 +174,7 @@ class MeasuringTeams:
         """Returns the items that this rank's team measures.
 
         Args:
-            seconds: about how long each item takes, equal on all ranks.
+            seconds: about how long each item takes, equal on all ranks. The team's own items come in this order.
             turn: the number of the round: from one to the next, items go to the next team.
             fills: whether a team that would be done before others measures some of the items too, so that no core
                 rests while another one measures.
@@ -185,9 +186,10 @@ class MeasuringTeams:
             shares[least].append(item)
             load[least] += seconds[item]
         own_index = (self.mine + turn) % len(shares)
+        own_share = [item for item in seconds if item in shares[own_index]]
         if fills:
-            shares[own_index] += _filling(shares[own_index], seconds, max(load) - load[own_index])
-        return shares[own_index]
+            own_share += _filling(own_share, seconds, max(load) - load[own_index])
+        return own_share
 
     def gather(self, mine: Result) -> list[Result]:
         """Returns the results of each team of this host, as of its first rank. Collective."""
@@ -222,6 +224,9 @@ _Sizes = dict[tuple[int, int], tuple[int, ActionBytes]]  # by stage and length: 
 
 class TooLittleTimeError(SlipstreamError):
     """The budget ended before enough points were measured for a fit. Every rank raises it."""
+
+    def __init__(self, num_done: int, num_points: int) -> None:
+        super().__init__(f"the budget is spent after {num_done} of {num_points} points, too few for a fit")
 
 
 class TimeBudget:
@@ -263,6 +268,15 @@ class TimeBudget:
             self._on_growth(self._budget)
         return True
 
+    @property
+    def may_grow(self) -> bool:
+        """Whether the budget grows to what a fit needs."""
+        return self._on_growth is not None
+
+    def is_spent(self, team: RankGroup) -> bool:
+        """Returns whether all of the budget is spent, by the clock of the team's first rank. Collective in the team."""
+        return team.run_on_leader(lambda: time.perf_counter() - self._began >= self._budget)
+
     def tell(self) -> None:
         """Tells this rank's progress."""
         self._on_progress(min(1.0, (time.perf_counter() - self._began) / self._budget))
@@ -290,6 +304,7 @@ class MeasurementRun:
         contexts = self._context_bytes()
         self._warm_up()
         self._repeat(self.grid.points, _GRID_SHARE)
+        self._end_grid_at_the_measured()
         if self.grid.held_out:
             self._measure_unsteady_again()
         for _ in range(_REFINEMENTS):
@@ -297,9 +312,9 @@ class MeasurementRun:
             if not off or not self.budget.within(1.0):
                 break
             again = self.grid.refine(off, self.benches[0].seq_len)
-            for length, _ in again:
-                self._warm(length)
-            self._repeat(again, 1.0)
+            if all(self._warm(length) for length, _ in again):
+                self._repeat(again, 1.0)
+            self._end_grid_at_the_measured()
         sizes = self._slice_bytes()
         return tuple(self._stage(index, contexts[index], sizes) for index in self._indices)
 
@@ -350,14 +365,39 @@ class MeasurementRun:
             in_time = self.budget.within(*((share, planned) if has_enough else (1.0,)))
             if not in_time and (has_enough or not self.budget.grow(self._needed(points, share))):
                 break
-            self._warm(point[0])
+            if not self._warm(point[0], in_any_case=self.budget.may_grow and not has_enough):
+                break
             reached.append(point)
-        if len(reached) < min(_FEWEST_POINTS, len(points)):
-            raise TooLittleTimeError(
-                f"the budget is spent after {len(reached)} of {len(points)} points, too few for a fit"
-            )
+        self._end_grid_at(reached)
+
+    def _end_grid_at(self, reached: Sequence[SlicePoint]) -> None:
+        """Leaves the other points out. Raises TooLittleTimeError where too few are left."""
+        if len(reached) < self._fewest:
+            raise TooLittleTimeError(len(reached), len(self.grid.points))
         self.grid.fitted = [point for point in self.grid.fitted if point in reached]
         self.grid.held_out = [point for point in self.grid.held_out if point in reached]
+
+    def _end_grid_at_the_measured(self) -> None:
+        """Leaves out the points that were not reached in time; where the budget may grow, only once there are enough
+        for a fit. Collective: every host has measured what is left."""
+        measured = self._measured()
+        num_lacking = self._fewest - len(measured)
+        if num_lacking > 0 and self.budget.grow(self._needed(self.grid.points, _GRID_SHARE)):
+            missing = [point for point in self.grid.points if point not in measured]
+            self._round(missing[:num_lacking], in_any_case=True)
+            measured = self._measured()
+        self._end_grid_at(measured)
+
+    def _measured(self) -> list[SlicePoint]:
+        """Returns the points of which every host has samples. Collective."""
+        here = [point for point in self.grid.points if self._num_samples(point)]
+        there = self.budget.ranks.world.gather(here)
+        return [point for point in here if all(point in points for points in there)]
+
+    @property
+    def _fewest(self) -> int:
+        """The number of points that a fit needs."""
+        return min(_FEWEST_POINTS, len(self.grid.points))
 
     def _needed(self, points: Sequence[SlicePoint], share: float) -> float:
         """Returns about how many seconds a fit needs; 0 before anything has run."""
@@ -370,17 +410,29 @@ class MeasurementRun:
         longest = max(self.warm)
         return self.warm[longest] * max(1.0, length / longest)
 
-    def _warm(self, length: int) -> None:
-        """Runs a slice of a length that hasn't run yet, as a sample does, without counting it.
+    def _warm(self, length: int, in_any_case: bool = False) -> bool:
+        """Runs a slice of a length that hasn't run yet, as a sample does, without counting it; returns whether all
+        ranks have done so before the budget was spent, or in any case. Collective.
 
         It is the one with the longest context: the others of its length compute nothing else, and need no more memory.
         """
-        if length not in self.warm:
-            context = max(context for point_length, context in self.grid.points if point_length == length)
-            began = time.perf_counter()
-            for bench in self.benches:
-                bench.warm_up(length, context)
-            self.warm[length] = time.perf_counter() - began
+        if length in self.warm:
+            return True
+        context = max(context for point_length, context in self.grid.points if point_length == length)
+        began = time.perf_counter()
+        num_warm = sum(1 for _ in self._in_time(lambda bench: bench.warm_up(length, context), in_any_case))
+        seconds = time.perf_counter() - began
+        if min(self.budget.ranks.world.gather(num_warm)) < len(self.benches):
+            return False
+        self.warm[length] = seconds
+        return True
+
+    def _in_time(self, work: Callable[[StageBench], Result], in_any_case: bool) -> Iterator[Result]:
+        """Yields the result of every stage's bench until the budget is spent, or in any case. Collective in the team."""
+        for bench in self.benches:
+            if not in_any_case and self.budget.is_spent(self.budget.ranks.team):
+                return
+            yield work(bench)
 
     def _repeat(self, points: list[SlicePoint], share: float) -> None:
         """Measures points until little is in doubt, as often as is wanted at most."""
@@ -393,10 +445,15 @@ class MeasurementRun:
                 break
             self._round(points)
 
+    def _num_samples(self, point: SlicePoint) -> int:
+        """Returns how often all stages were measured at the point."""
+        return min(len(self.samples[index, point][Op.F]) for index in self._indices)
+
     def _doubtful(self, points: list[SlicePoint]) -> list[SlicePoint]:
-        """Returns the points that are measured again."""
+        """Returns the points that are measured again: where samples disagree, or are too few to tell."""
         in_doubt = self._doubt if self.grid.held_out else self._disagreement
-        return [point for point in points if in_doubt(point) > self.doubt]
+        few = _FEWEST_SAMPLES
+        return [point for point in points if self._num_samples(point) < few or in_doubt(point) > self.doubt]
 
     def _disagreement(self, point: SlicePoint) -> float:
         """Returns by how much, relatively, the two shortest samples of an op differ, of those that take long at all.
@@ -426,11 +483,12 @@ class MeasurementRun:
     def _totals(self, point: SlicePoint) -> list[list[float]]:
         return [list(map(sum, zip(*self.samples[index, point].values(), strict=True))) for index in self._indices]
 
-    def _round(self, points: Iterable[SlicePoint]) -> None:
+    def _round(self, points: Iterable[SlicePoint], in_any_case: bool = False) -> None:
         """Measures all stages at this rank's share of the points, and takes in other teams' results. Collective.
 
         A point's stages are measured one after another on one rank, so that other load on the machine, or a slower
-        core, affects all of them alike: parts are differences of stages.
+        core, affects all of them alike: parts are differences of stages. Once the budget is spent, a team leaves out the
+        rest of its share, and a point of which not all stages were measured, unless points are needed in any case.
         """
         warm = self.budget.ranks.broadcast(self.warm)
         mine = self.teams.share({point: warm[point[0]] for point in points}, self.rounds)
@@ -438,7 +496,10 @@ class MeasurementRun:
         results: list[tuple[int, SlicePoint, dict[Op, float]]] = []
         for point in mine:
             self.budget.tell()
-            results += [(index, point, bench.run(*point)) for index, bench in enumerate(self.benches)]
+            of_stages = [*self._in_time(partial(_run, point), in_any_case)]
+            if len(of_stages) < len(self.benches):
+                break
+            results += [(index, point, seconds) for index, seconds in enumerate(of_stages)]
         for index, point, seconds in chain.from_iterable(self.teams.gather(results)):
             for op in OPS:
                 self.samples[index, point][op].append(seconds[op])
@@ -467,7 +528,13 @@ class MeasurementRun:
             yield Measurement(*point, *_relative_spread(self.samples[index, point][op]), point in self.grid.held_out)
 
 
+def _run(point: SlicePoint, bench: StageBench) -> dict[Op, float]:
+    return bench.run(*point)
+
+
 def _relative_spread(seconds: Sequence[float]) -> tuple[float, float]:
-    """Returns the median, and the difference of the quartiles over it."""
+    """Returns the median, and the difference of the quartiles over it, which is unknown, 0, of a single sample."""
+    if len(seconds) == 1:
+        return seconds[0], 0.0
     low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive")
     return middle, (high - low) / middle

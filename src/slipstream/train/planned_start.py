@@ -41,12 +41,14 @@ def plan_obstacle(config: Config) -> str:
     if (is_given and not by_step) or pipeline.num_ranks == 1 or is_open(config):
         return ""
     sections = {"pipeline": pipeline, "memory": config.memory}
-    names = [
-        f"{name}.{setting}={getattr(section, setting)}"
+    given = {
+        f"{name}.{setting}={getattr(section, setting)}": getattr(section, setting)
         for name, section in sections.items()
         for setting in DECIDED_BY_PLAN[name]
-        if setting in section.model_fields_set and getattr(section, setting) != "auto"
-    ]
+        if setting in section.model_fields_set
+    }
+    # "auto" beside defaults keeps the run from planning itself too.
+    names = [name for name, value in given.items() if value != "auto"] or [*given]
     are, them = ("is", "it") if len(names) == 1 else ("are", "them")
     instead = "plans each step by multiplications, not by measured times"
     if not by_step:

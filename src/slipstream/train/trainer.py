@@ -40,6 +40,7 @@ from slipstream.units import numbers_text, plural
 from slipstream.watchdog import watchdog_paused
 
 _RECENT = 20  # steps, of which the median is said
+_COMPILES = "the first search of an installation compiles its code, for half a minute or more"
 
 
 class Trainer:
@@ -59,7 +60,7 @@ class Trainer:
         self._batch_size = BatchSize.of(training)
         # 2. The model: as the run planned it before, as it plans now, or as it is given.
         settings = start_settings(run, self._sequences, saved)
-        what = "planning: what the model's parts cost, then the search"
+        what = f"planning: what the model's parts cost, then the search; {_COMPILES}"
         with run.progress.waiting(what) if "seq_len" in settings else nullcontext():
             self._pipe = make_pipeline(config, run.device, **settings)
         plan, by_step = record_plan(run, self._pipe, self._sequences), self._sequences.packing == "none"
@@ -91,7 +92,7 @@ class Trainer:
         if self._is_tuning:
             run.progress.say(
                 "auto plans orders or slices at the first step, or once a few steps were timed where costs can't be "
-                "measured; the first search of an installation compiles its code, for half a minute or more"
+                f"measured; {_COMPILES}"
             )
         # 1. Whether the run has been asked to stop before it began.
         self._stop.begin()

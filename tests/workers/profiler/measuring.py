@@ -7,18 +7,20 @@ import os
 import sys
 import tempfile
 from dataclasses import replace
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 
 from slipstream.cost import OPS, Profile
 from slipstream.parallel import Ranks, make_mesh
-from slipstream.profile import ProfileSettings, cost_cache, find_costs, profile_model
+from slipstream.profile import ProfileSettings, cost_cache, find_costs, measurement_run, profile_model
 from slipstream.profile.stage_bench import StageBench
 from slipstream.schedule import Op
 from support.architectures import llama
 
 SETTINGS = ProfileSettings(seq_len=32, longest_slice=16, granularity=8, repeats=3, budget=60.0, few_points=True)
+MORE_POINTS = replace(SETTINGS, seq_len=64, longest_slice=32, granularity=1)  # 10 of 5 lengths
 
 
 class CountedRuns:
@@ -54,10 +56,14 @@ def main() -> None:
     ranks = Ranks.of(make_mesh(pp=int(sys.argv[1]), tp=int(sys.argv[2])))
     runs = CountedRuns(ranks.world.rank)
     StageBench.run = lambda bench, length, context: runs(bench, length, context)  # type: ignore[method-assign]
-    profile = profile_model(llama(num_hidden_layers=2), SETTINGS, torch.device("cpu"), ranks=ranks)
+    settings = SETTINGS
+    if budget := float(sys.argv[3] if len(sys.argv) > 3 else 0):  # in runs, of which rank 1's clock counts more
+        settings, rate = replace(MORE_POINTS, budget=budget), 1 + 0.1 * ranks.world.rank
+        measurement_run.time = SimpleNamespace(perf_counter=lambda: rate * runs.count)  # type: ignore[attr-defined]
+    profile = profile_model(llama(num_hidden_layers=2), settings, torch.device("cpu"), ranks=ranks)
     measured = [(stage.fits, stage.points, stage.actions, stage.context_bytes) for stage in profile.stages]
     found = ranks.world.gather((runs.count, measured))
-    kept = links(profile) if ranks.pipeline.size == 2 else []
+    kept = links(profile) if ranks.pipeline.size == 2 and not budget else []
     spreads = [point.spread for point in profile.stages[0].points[Op.F]]
     if ranks.leads:
         counts, stages = zip(*found, strict=True)
