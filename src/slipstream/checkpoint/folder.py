@@ -168,7 +168,7 @@ def require_best(folder: CheckpointFolder) -> Improvement:
     if best is None:
         there = ", ".join(map(str, folder.steps())) or "none"
         raise SlipstreamError(
-            f"there is no best checkpoint in {folder.path}: runs with --checkpoint.keep_best=true keep that of their "
+            f"there is no best checkpoint in {folder.path}: runs with checkpoint.keep_best: true keep that of their "
             f"lowest validation loss. Take the newest, or one of the steps that are there ({there})"
         )
     return best

@@ -158,7 +158,7 @@ Best = Annotated[
     bool,
     Option(
         "--best",
-        help="Use the checkpoint with the lowest validation loss, of a run with --checkpoint.keep_best=true.",
+        help="Use the checkpoint with the lowest validation loss, of a run with checkpoint.keep_best: true.",
     ),
 ]
 

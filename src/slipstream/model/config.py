@@ -223,8 +223,8 @@ def check_unquantised(config: PretrainedConfig) -> None:
     method = found.get("quant_method") if isinstance(found, Mapping) else getattr(found, "quant_method", None)
     raise SlipstreamError(
         f"the weights of this {config.model_type!r} are quantised (quantization_config in its config.json: "
-        f"{getattr(method, 'value', method)}), and can't be trained so; give the model that they were made of, such as "
-        "--model.path=..., and where memory is short train an adapter beside its weights in 4 bits: --lora.r=16 "
+        f"{getattr(method, 'value', method)}), and can't be trained so; give the model that they were made of, and "
+        "where memory is short train an adapter beside its weights in 4 bits: `slipstream train` with --lora.r=16 "
         "--lora.base_precision=nf4, in your own loop Pipeline.from_pretrained(..., lora=..., lora_base_precision='nf4')"
     )
 

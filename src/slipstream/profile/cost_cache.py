@@ -147,9 +147,8 @@ def find_costs(
         last = attempt == _ATTEMPTS - 1 or 1 - spent < _LEAST_LEFT
         if ranks.leads:
             next_step = "the costs are used, but not kept" if last else "measuring again"
-            say(
-                f"another program used the cores for {profiles[-1].disturbed:.0%} of the measuring: {next_step}. {_ALWAYS}"
-            )
+            share = f"{profiles[-1].disturbed:.0%} of the measuring"
+            say(f"another program used the cores for {share}: {next_step}. {_ALWAYS}")
         if last:
             break
     best = min(profiles, key=lambda profile: profile.disturbed)

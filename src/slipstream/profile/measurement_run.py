@@ -428,7 +428,7 @@ class MeasurementRun:
         return True
 
     def _in_time(self, work: Callable[[StageBench], Result], in_any_case: bool) -> Iterator[Result]:
-        """Yields the result of every stage's bench until the budget is spent, or in any case. Collective in the team."""
+        """Yields every stage's result until the budget is spent, or in any case. Collective in the team."""
         for bench in self.benches:
             if not in_any_case and self.budget.is_spent(self.budget.ranks.team):
                 return
@@ -487,8 +487,8 @@ class MeasurementRun:
         """Measures all stages at this rank's share of the points, and takes in other teams' results. Collective.
 
         A point's stages are measured one after another on one rank, so that other load on the machine, or a slower
-        core, affects all of them alike: parts are differences of stages. Once the budget is spent, a team leaves out the
-        rest of its share, and a point of which not all stages were measured, unless points are needed in any case.
+        core, affects all of them alike: parts are differences of stages. Once the budget is spent, a team leaves out
+        the rest of its share, and a point of which not all stages were measured, unless all are needed in any case.
         """
         warm = self.budget.ranks.broadcast(self.warm)
         mine = self.teams.share({point: warm[point[0]] for point in points}, self.rounds)

@@ -93,8 +93,8 @@ def check_derived(args: TrainingArguments) -> None:
         instead = "give the train_dataset and the data_collator of a TRL trainer that is made with it"
         if field.name in _OF_LOSS:
             instead = (
-                "give Pipeline(loss_fn=slipstream.train.preferences.preference_loss(PreferenceSection(...))), or "
-                "another loss_fn"
+                "give Pipeline(loss_fn=slipstream.train.preferences.preference_loss("
+                "slipstream.train.config.PreferenceSection(...))), or another loss_fn"
             )
         elif not type(args).__module__.startswith("trl"):
             instead = "give transformers.TrainingArguments"
