@@ -10,9 +10,9 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cached_property
-from itertools import accumulate, pairwise, permutations, product, starmap
+from itertools import accumulate, pairwise, permutations, starmap
 from typing import TYPE_CHECKING, NamedTuple
 
 from slipstream.errors import did_you_mean
@@ -101,7 +101,7 @@ class Counts:
         return Schedule(self.name, actions, placement, self.num_microbatches, self.most_slices, slice_counts=counts)
 
 
-def _by_time(passes: Sequence[Ints], times: Sequence[Floats]) -> Ints:
+def _by_time(passes: Sequence[Ints], times: Sequence[Floats | Ints]) -> Ints:
     """Returns the passes of all kinds in the order of their times."""
     import numpy as np
 
@@ -302,39 +302,63 @@ def zb_v(num_ranks: int, num_microbatches: int, num_slices: SliceCounts = 1) -> 
         rank 0  0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 3W2 0I1 0W1 0I2 0W2
         rank 1      1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1I1 2I2 1I2 1W1 2W2 1W2
 
-    Where F, I and W take the same time and ms >= 2(p-1)+s, no rank waits from its first forward to its last weight
-    gradient: the step takes (p-1)F + 2ms(F+I+W), with F, I and W the times of one of the 2p stages. Every rank
-    keeps 1 + (p-1)/s microbatches, at most m. With one slice it is PyTorch's ScheduleZBVZeroBubble; with more, s-1
-    slices pass the V before the first backward and come back after the last forward. Where ms <= p+s-1 all slices
-    fit that memory at once: then they follow each other as in `v_half`, in the least time that F, I and W of one unit
-    allow.
+    Where F, I and W take the same time and ms >= p+s, no rank waits from its first forward to its last weight gradient:
+    the step takes (p-1)F + 2ms(F+I+W), with F, I and W the times of one of the 2p stages. Every rank keeps 1 + (p-1)/s
+    microbatches, at most m. With one slice and m >= 2p-1 it is PyTorch's ScheduleZBVZeroBubble; with more, s-1 slices
+    pass the V before the first backward and come back after the last forward. With fewer than 2(p-1)+s slices in all,
+    they follow each other as the last slices of so many do. Where ms <= p+s-1 all slices fit that memory at once: then
+    they follow each other as in `v_half`, in the least time that F, I and W of one unit allow.
+    """
+    counts = Counts("zb-v", num_ranks, num_microbatches, num_slices)
+    if counts.total < num_ranks + counts.most_slices:
+        block = _half_block(num_ranks)
+        return _repeat(block._replace(limits=[counts.total] * 2 * num_ranks, most_held=2 * counts.total), counts)
+    num_lacking = 2 * (num_ranks - 1) + counts.most_slices - counts.total
+    if num_lacking > 0:
+        return _last_of_full_pipeline(counts, num_lacking)
+
+    def row(rank: int) -> Ints:
+        return _by_time(_v_passes(counts, rank), [*_places_in_full_row(counts, rank, counts.total)])
+
+    return counts.schedule(row, v_shaped=True)
+
+
+def _v_passes(counts: Counts, rank: int) -> list[Ints]:
+    """Returns F, I and W of a rank's stage on the way down the V, then of the one on the way up."""
+    stages = rank, 2 * counts.num_ranks - 1 - rank
+    return [counts.passes(op, stage) for stage in stages for op in (Op.F, Op.I, Op.W)]
+
+
+def _places_in_full_row(counts: Counts, rank: int, num_slices: int) -> Ints:
+    """Returns where the passes of `_v_passes` stand in the rank's row of ZB-V, (6, slices), with slices enough to fill
+    the pipeline."""
+    import numpy as np
+
+    below = counts.num_ranks - rank  # this rank and those after it
+    turned = rank + counts.most_slices - 1  # slices on their way up before the first backward starts
+    # In small letters the passes of the stage on the way up.
+    kinds = "F" * (2 * below - 1) + "fF" * turned + "fiw" * below + "FIWfiw" * (num_slices - turned - below)
+    kinds += "Ii" * turned + "IW" * below + "w" * num_slices + "W" * num_slices
+    codes = np.frombuffer(kinds.encode(), np.uint8)
+    # What is used up is left out.
+    marks = np.concatenate([np.flatnonzero(codes == ord(letter))[:num_slices] for letter in "FIWfiw"])
+    places: Ints = np.argsort(np.argsort(marks)).reshape(6, num_slices)
+    return places
+
+
+def _last_of_full_pipeline(counts: Counts, num_lacking: int) -> Schedule:
+    """Returns the order of the last slices of ZB-V with at least `num_lacking` more before them, each pass as early as
+    its rank's memory allows.
+
+    In a full pipeline with equal times no rank waits: a pass starts at its rank's number plus its place in the row.
     """
     import numpy as np
 
-    counts, last = Counts("zb-v", num_ranks, num_microbatches, num_slices), 2 * num_ranks - 1
-    if counts.total < num_ranks + counts.most_slices:
-        block = _half_block(num_ranks)
-        return _repeat(block._replace(limits=[counts.total] * (last + 1), most_held=2 * counts.total), counts)
-    # With too few slices to fill the pipeline, the order is that of more microbatches without the additional ones.
-    most, padding = counts.most_slices, 2 * (num_ranks - 1) + counts.most_slices - sum(counts.slice_counts)
-    filled = (*counts.slice_counts, *[most] * max(-(-padding // most), 0))
-    padded = replace(counts, num_microbatches=len(filled), num_slices=filled)
-    num_units = sum(filled)
-
-    def row(rank: int) -> Ints:
-        below = num_ranks - rank  # this rank and those after it
-        turned = rank + most - 1  # slices on their way up before the first backward starts
-        # In small letters the passes of the stage on the way up.
-        kinds = "F" * (2 * below - 1) + "fF" * turned + "fiw" * below + "FIWfiw" * (num_units - turned - below)
-        kinds += "Ii" * turned + "IW" * below + "w" * num_units + "W" * num_units
-        codes, actions = np.frombuffer(kinds.encode(), np.uint8), np.full(len(kinds), -1)
-        for op, (letter, stage) in product((Op.F, Op.I, Op.W), ((str.upper, rank), (str.lower, last - rank))):
-            # What is used up is left out.
-            places = np.flatnonzero(codes == ord(letter(op)))[:num_units]
-            actions[places] = padded.passes(op, stage)[: len(places)]
-        return actions[(actions >= 0) & (actions // _MOST % _MOST < num_microbatches)]
-
-    return counts.schedule(row, v_shaped=True)
+    num_before = -(-num_lacking // counts.most_slices) * counts.most_slices
+    ranks = range(counts.num_ranks)
+    places = [_places_in_full_row(counts, rank, num_before + counts.total)[:, num_before:] + rank for rank in ranks]
+    most_held = 2 * (counts.num_ranks - 1 + counts.most_slices)
+    return _due_first(counts, np.concatenate(places), [counts.total] * 2 * counts.num_ranks, most_held)
 
 
 def v_half(num_ranks: int, num_microbatches: int, num_slices: SliceCounts = 1) -> Schedule:
@@ -451,8 +475,6 @@ def _repeat(block: _Block, counts: Counts) -> Schedule:
     """
     import numpy as np
 
-    from slipstream.schedule.action_arrays import ActionArrays, compiled_due_first, due_first  # loads numpy
-
     stages = [stage for rank in range(counts.num_ranks) for stage in (rank, 2 * counts.num_ranks - 1 - rank)]
     forward, backward, limits = (
         np.array(times)[stages, None] for times in (block.forward, block.backward, block.limits)
@@ -465,16 +487,29 @@ def _repeat(block: _Block, counts: Counts) -> Schedule:
 
     following = numbers + limits + ramp
     weights = np.where(following < counts.total, starts(following) - 1, np.inf)
-    due = np.stack([starts(numbers), backward + 2 * ramp + _PERIOD * numbers, weights], axis=1).ravel()
+    due = np.stack([starts(numbers), backward + 2 * ramp + _PERIOD * numbers, weights], axis=1)
+    return _due_first(counts, due, [limit + ramp for limit in limits.ravel()], block.most_held + 2 * ramp)
 
-    def row(rank: int) -> Ints:
-        return np.concatenate([counts.passes(op, g) for g in stages[2 * rank :][:2] for op in (Op.F, Op.I, Op.W)])
 
-    arrays = ActionArrays.of(counts.schedule(row, v_shaped=True))
-    run = due_first if len(due) <= _MOST_INTERPRETED else compiled_due_first()
+def _due_first(counts: Counts, due: Floats | Ints, limits: Sequence[int], most_held: int) -> Schedule:
+    """Returns the order in which each rank runs, of the passes that can run, the one that is due first.
+
+    Args:
+        counts: of the V-shaped schedule.
+        due: when each pass is due, in the order of ranks, their stages down and up the V, F, I and W, and slices.
+        limits: how many slices each stage holds at most, one rank's two stages after the other's.
+        most_held: how many slices the two stages of a rank hold together at most.
+    """
+    import numpy as np
+
+    from slipstream.schedule.action_arrays import ActionArrays, compiled_due_first, due_first  # loads numpy
+
+    arrays = ActionArrays.of(counts.schedule(lambda rank: np.concatenate(_v_passes(counts, rank)), v_shaped=True))
+    times = np.asarray(due, float).ravel()
+    run = due_first if len(times) <= _MOST_INTERPRETED else compiled_due_first()
     first_before, _, first_after, after = arrays.precedence
-    room = np.full(counts.num_ranks, block.most_held + 2 * ramp)
-    return arrays.only(run(due, limits.ravel() + ramp, room, np.diff(first_before), first_after, after))
+    room = np.full(counts.num_ranks, most_held)
+    return arrays.only(run(times, np.array(limits), room, np.diff(first_before), first_after, after))
 
 
 class ScheduleKind(NamedTuple):
