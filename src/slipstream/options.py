@@ -20,6 +20,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from slipstream.errors import SlipstreamError
+from slipstream.number_format import FORMATS
 from slipstream.option_problems import as_whole_number, describe_problems, refuses_bool
 
 if TYPE_CHECKING:
@@ -27,13 +28,11 @@ if TYPE_CHECKING:
 else:
     ModelMetaclass = type(BaseModel)
 
-DTYPES = ("float64", "float32", "bfloat16", "float16")
-
 
 def _dtype_name(value: Any) -> Any:
     name = str(value).removeprefix("torch.")
-    if value is not None and name not in DTYPES:
-        raise ValueError(f"give a floating-point dtype, {', '.join(DTYPES)}, or torch.float32 and such")
+    if value is not None and name not in FORMATS:
+        raise ValueError(f"give a floating-point dtype, {', '.join(FORMATS)}, or torch.float32 and such")
     return None if value is None else name
 
 

@@ -132,7 +132,7 @@ def test_a_run_that_keeps_none_has_none(tmp_path: Path) -> None:
     run.save(1)
     run.save(2)
     assert run.folder.steps() == [2]
-    with pytest.raises(SlipstreamError, match=r"there is no best checkpoint in .*keep_best=true .*there \(2\)"):
+    with pytest.raises(SlipstreamError, match=r"there is no best checkpoint in .*keep_best: true .*there \(2\)"):
         run.find()
 
 

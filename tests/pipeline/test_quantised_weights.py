@@ -14,8 +14,7 @@ from peft import PeftModel, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from slipstream import Pipeline, SlipstreamError
-from slipstream.cost.operation_counts import QUANTISED_BYTES
+from slipstream import Pipeline, SlipstreamError, number_format
 from slipstream.model import ModelEnd, find_anatomy, meta_model
 from slipstream.model.adapters import Adapter, TrainedWeights
 from slipstream.model.quantised import QuantisedLinear
@@ -154,7 +153,7 @@ def test_plans_count_4_bits_and_leave_those_of_weights_as_they_are() -> None:
         sum(n * (2 * part.num_parameters - part.saved_bytes(2)) for n, part in each.counted(each.whole))
         for each in (wide, narrow)
     )
-    assert full - packed == pytest.approx(layers * (2 - QUANTISED_BYTES))
+    assert full - packed == pytest.approx(layers * (2 - number_format.NF4.weight_bytes))
 
 
 REFUSED = {

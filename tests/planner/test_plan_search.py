@@ -13,9 +13,9 @@ import torch
 
 from slipstream.cost import AnalyticSource, Degrees, ModelCount, StageParts
 from slipstream.cost.cluster import load_cluster
-from slipstream.cost.operation_counts import QUANTISED_BYTES
 from slipstream.errors import SlipstreamError
 from slipstream.model.adapters import Adapter, TrainedWeights
+from slipstream.number_format import NF4
 from slipstream.planner.plans import AUTO, Configuration, Plan
 from slipstream.planner.report import configuration_text, reasons
 from slipstream.planner.search import search_plans, simulated_configuration
@@ -263,7 +263,7 @@ def test_8b_with_an_adapter_fits_a_device_of_80_gb() -> None:
         head_dim=128, vocab_size=128256, max_position_embeddings=2**20,
     )  # fmt: skip
     one = replace(load_cluster("h100-dgx"), num_nodes=1, devices_per_node=1)
-    held = 16.1e9, 2 * (2 * 128256 * 4096 + 10.5e6) + 6.98e9 * QUANTISED_BYTES
+    held = 16.1e9, 2 * (2 * 128256 * 4096 + 10.5e6) + 6.98e9 * NF4.weight_bytes
     for base_precision, parameters in zip(("full", "nf4"), held, strict=True):
         adapter = Adapter("default", lora(target_modules="all-linear"), base_precision)  # type: ignore[arg-type]
         counted = count_model(config, 8192, torch.bfloat16, TrainedWeights(adapter=adapter))

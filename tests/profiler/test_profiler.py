@@ -210,7 +210,7 @@ def test_small_models_and_other_dtypes(num_layers: int, dtype: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        (ProfileSettings(seq_len=64, dtype="float8"), "choose one of float32, bfloat16"),
+        (ProfileSettings(seq_len=64, dtype="float8"), "choose one of float64, float32, bfloat16"),
         (ProfileSettings(seq_len=0), "seq_len=0: give a whole number"),
         (ProfileSettings(seq_len=64, longest_slice=65), "longest_slice=65: no slice is longer"),
         (ProfileSettings(seq_len=64, repeats=1), "give at least 2"),

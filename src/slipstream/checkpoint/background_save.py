@@ -34,6 +34,8 @@ from slipstream.checkpoint.manifest import (
     entry_name,
 )
 from slipstream.errors import NonFiniteError, SlipstreamError
+from slipstream.model import torch_dtype
+from slipstream.number_format import FORMATS
 from slipstream.parallel import RankGroup
 
 _POLL_SECONDS = 0.05
@@ -140,7 +142,7 @@ def describe_error(error: BaseException) -> str:
 
 
 # The names of dtypes in the format: https://github.com/huggingface/safetensors#format
-_FLOATS = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_FLOATS = {torch_dtype(each.name): each.code for each in FORMATS.values()}
 _INTEGERS = {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"}
 _CODES = {**_FLOATS, **_INTEGERS, torch.bool: "BOOL"}
 _BLOCK = 2**23  # bytes that are written and added to the checksum at a time, while they are in the processor's cache

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import RankFailedError
-from slipstream.model import Tensors, TensorSpec
+from slipstream.model import Tensors, TensorSpec, torch_dtype
+from slipstream.number_format import FORMATS
 from slipstream.schedule import Action, Op, SkipSend
 
 _BLOCK = 16  # int64 words that a header is a multiple of: op, stage, microbatch, slice, number of tensors; then of each
@@ -19,7 +20,7 @@ _BLOCK = 16  # int64 words that a header is a multiple of: op, stage, microbatch
 HEADER_BYTES = 8 * _BLOCK  # of a message of one tensor
 _ALIGNMENT = 16  # bytes that every tensor of a message begins at a multiple of
 _DTYPES = (
-    *(torch.float32, torch.float64, torch.bfloat16, torch.float16),
+    *map(torch_dtype, FORMATS),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128),
 )
 _OPS = tuple(Op)

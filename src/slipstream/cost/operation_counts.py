@@ -11,6 +11,7 @@ from typing import Any
 
 from slipstream.cost.fit import AttentionWindow
 from slipstream.cost.work import Stage, part_kinds, parts_of
+from slipstream.number_format import NF4, find_format
 from slipstream.schedule import Op
 
 
@@ -35,10 +36,6 @@ _SIZES = (
 )
 
 
-# Bytes of a weight in 4 bits: 64 share a scale in 8 bits, of which 256 share one in float32
-QUANTISED_BYTES = 1 / 2 + (1 + 4 / 256) / 64
-
-
 @dataclass(frozen=True)
 class StateBytes:
     """Bytes per parameter that training keeps. bfloat16 trains with a float32 master weight and two moments."""
@@ -49,8 +46,9 @@ class StateBytes:
 
     @classmethod
     def of(cls, dtype: str) -> StateBytes:
-        wide = {"float32": 4, "float64": 8}.get(dtype)
-        return cls(2, 4, 12) if wide is None else cls(wide, wide, 2 * wide)
+        """Returns those of weights that are trained in this dtype."""
+        kept = find_format(dtype)
+        return cls(kept.weight_bytes, kept.gradient_bytes, kept.optimizer_bytes)
 
     def of_shards(self, shard: str) -> StateBytes:
         """Returns those where "none", the "optimizer"'s state or the "parameters" are sharded. The rows of sharded
@@ -139,7 +137,7 @@ class PartCount:
 
     def saved_bytes(self, each: float) -> float:
         """Returns how many bytes 4 bits take less than parameters that take `each`."""
-        return (each - QUANTISED_BYTES) * self.num_quantised
+        return (each - NF4.weight_bytes) * self.num_quantised
 
     @property
     def step_products(self) -> Amount:

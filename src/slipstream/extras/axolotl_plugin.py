@@ -13,8 +13,9 @@ from transformers import Trainer
 
 from slipstream.errors import SlipstreamError
 from slipstream.extras.hf_trainer import SlipstreamTrainer
-from slipstream.options import RECORDS, Memory, Precision
+from slipstream.options import RECORDS, Memory
 from slipstream.pipeline import Pipeline
+from slipstream.train.config import precision_named
 
 _LORA_KERNELS = ("lora_qkv_kernel", "lora_o_kernel", "lora_mlp_kernel", "lora_embedding_kernel")
 # Settings of the YAML that a Pipeline can't do, and their remedies.
@@ -88,7 +89,7 @@ def pipeline_options(cfg: Mapping[str, Any]) -> dict[str, Any]:
     section = dict(cfg.get("slipstream") or {})
     options = section | {name: record(**section[name]) for name, record in RECORDS.items() if name in section}
     if cfg.get("bf16") and "precision" not in options:
-        options["precision"] = Precision(dtype="bfloat16", master_dtype="float32")
+        options["precision"] = precision_named("bf16-weights")
     if cfg.get("gradient_checkpointing") and "memory" not in options:
         options["memory"] = Memory(recompute="full")
     return {"slices": 8} | options

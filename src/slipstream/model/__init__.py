@@ -59,6 +59,7 @@ from slipstream.model.self_check import (
     longest_packed_sequence,
 )
 from slipstream.model.tensors import (
+    NARROW,
     SavedStorages,
     Tensors,
     TensorSpec,
@@ -68,4 +69,5 @@ from slipstream.model.tensors import (
     storage_id,
     storage_ids,
     tied_names,
+    torch_dtype,
 )

@@ -18,8 +18,9 @@ from transformers import PreTrainedModel
 
 from slipstream.errors import SlipstreamError, did_you_mean
 from slipstream.keyed_draws import keyed_seed
-from slipstream.model.quantised import BasePrecision, quantise, quantised_names
+from slipstream.model.quantised import quantise, quantised_names
 from slipstream.model.tensors import tied_names
+from slipstream.number_format import BasePrecision
 
 # Their output for a token depends on that token alone, and of the weights on those of one module alone.
 EXACT_METHODS = ("LORA", "IA3", "LOHA", "LOKR", "OFT", "HRA")

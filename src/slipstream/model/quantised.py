@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Collection
 from importlib.util import find_spec
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +15,12 @@ from transformers import PreTrainedModel
 
 from slipstream.autograd_calls import with_backward
 from slipstream.errors import SlipstreamError
+from slipstream.number_format import NF4, BasePrecision
 
 # It warns on CPUs where a package for faster inference isn't installed, which training doesn't use.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 _BLOCK, _SCALES = 64, 256  # weights that share a scale, and scales that share one
-_KIND = "nf4"
-BasePrecision = Literal["full", "nf4"]
+_KIND = NF4.name
 """How the weights beneath an adapter are kept: as wide as the model computes, or in 4 bits."""
 
 

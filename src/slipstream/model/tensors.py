@@ -4,12 +4,28 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor, nn
 
+from slipstream.number_format import FORMATS
+
 Tensors = tuple[Tensor, ...]
+
+
+@overload
+def torch_dtype(name: str) -> torch.dtype: ...
+@overload
+def torch_dtype(name: None) -> None: ...
+def torch_dtype(name: str | None) -> torch.dtype | None:
+    """Returns torch's dtype of a number format."""
+    dtype: torch.dtype | None = None if name is None else getattr(torch, name)
+    return dtype
+
+
+NARROW = tuple(torch_dtype(each.name) for each in FORMATS.values() if each.is_narrow)
+"""The dtypes of sums that are kept in a wider one."""
 
 
 class TensorSpec(NamedTuple):

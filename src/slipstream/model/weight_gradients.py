@@ -28,9 +28,9 @@ from transformers.pytorch_utils import Conv1D
 
 from slipstream.autograd_calls import differentiable_once, direct_apply
 from slipstream.model.attached_code import runs_class_code
+from slipstream.model.tensors import NARROW
 
 WeightGradient = partial[None]  # whose arguments are the weight and the factors
-_NARROW = (torch.float16, torch.bfloat16)  # whose products a GPU adds, and returns, in float32
 _deferred: list[WeightGradient] | None = None
 _leaves_all = False  # to autograd
 
@@ -196,7 +196,7 @@ def add_product(weight: nn.Parameter, left: Tensor, right: Tensor, rows: slice |
             add_product(weight, left, right, rows)
         return
     dtype = weight.grad_dtype or left.dtype
-    if left.dtype != dtype and not (left.is_cuda and left.dtype in _NARROW and dtype == torch.float32):
+    if left.dtype != dtype and not (left.is_cuda and left.dtype in NARROW and dtype == torch.float32):
         left, right = left.to(dtype), right.to(dtype)  # exact
     if weight.grad is None and left.shape[1] == len(weight) and not left.is_cuda:
         # a GPU adds to zeros instead, as CUDA graphs do: so a step is the same to the bit with them and without

@@ -10,14 +10,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from slipstream.model import PipelineStage, storage_id
+from slipstream.model import PipelineStage, storage_id, torch_dtype
 from slipstream.parallel import ParameterShard, ParameterShare, RankGroup, Ranks, all_reduce
 from slipstream.parallel.gradients import GradientReduction, MasterParameters
 from slipstream.parallel.tensor import TensorParallel
 from slipstream.parallel.zero import ShardedParameters
 from slipstream.pipeline.agreement import CallAgreement
 from slipstream.pipeline.execution.action_graphs import FixedGradients
-from slipstream.pipeline.pipeline_options import PipelineOptions, torch_dtype
+from slipstream.pipeline.pipeline_options import PipelineOptions
 
 
 class Parameters:

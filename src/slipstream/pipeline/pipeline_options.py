@@ -198,9 +198,3 @@ def _check_place(device: Any, mesh: Any) -> None:
     if place.type == "cuda" and (place.index or 0) >= count:
         there = f"cuda:0 to cuda:{count - 1}" if count else "none"
         raise SlipstreamError(f"device={device!r} isn't there: this machine's GPUs are {there}; give one or 'cpu'.")
-
-
-def torch_dtype(name: str | None) -> torch.dtype | None:
-    """Returns the torch.dtype of this name."""
-    dtype: torch.dtype | None = None if name is None else getattr(torch, name)
-    return dtype

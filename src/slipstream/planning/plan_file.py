@@ -10,10 +10,10 @@ from typing import Any
 
 import yaml
 
+from slipstream.number_format import precision_of
 from slipstream.planner import Plan
 from slipstream.version import __version__
 
-_PRECISIONS = {"float32": "float32", "bfloat16": "bf16-weights"}
 _DIGITS = 6  # of the predicted numbers that are written
 
 
@@ -48,8 +48,8 @@ def plan_settings(plan: Plan, model: dict[str, Any], schedule: str) -> dict[str,
     """Returns the best plan as the nested dictionaries of a training configuration; `schedule` is a name or file."""
     best, chosen = plan.best, plan.best.configuration
     training: dict[str, Any] = {"seq_len": plan.seq_len, "batch_size": plan.global_batch}
-    if plan.dtype in _PRECISIONS:
-        training["precision"] = _PRECISIONS[plan.dtype]
+    if precision := precision_of(plan.dtype):
+        training["precision"] = precision
     stages = {"stages_per_rank": chosen.stages_per_rank} if best.joint is None else {}  # a file has its own
     return {
         "model": model,

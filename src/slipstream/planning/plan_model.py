@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import torch
 import yaml
 from transformers import PretrainedConfig
 
@@ -29,11 +28,13 @@ from slipstream.model import (
     find_anatomy,
     load_config,
     meta_model,
+    torch_dtype,
     trust_remote_code,
 )
 from slipstream.model.adapters import ALL_WEIGHTS, Adapter, TrainedWeights, check_method, find_frozen, find_targets
-from slipstream.model.quantised import BasePrecision, check_base_precision, check_quantisable
+from slipstream.model.quantised import check_base_precision, check_quantisable
 from slipstream.model.vocabulary import find_spreadable_head
+from slipstream.number_format import BFLOAT16, BasePrecision, find_format
 from slipstream.options import SHARED_WORK
 from slipstream.parallel import possible_sharing
 from slipstream.planner import Plan
@@ -103,8 +104,6 @@ def plan(
     )
     return search_plans(source, seq_len, global_batch, options=allowed, progress=progress)
 
-
-_DTYPE = "bfloat16"
 
 Model: TypeAlias = str | Path | PretrainedConfig | ModelCount
 
@@ -207,12 +206,12 @@ def _analytic_source(
         if dtype not in (None, model.dtype):
             raise SlipstreamError(f"dtype={dtype!r}, but the model was counted in {model.dtype}: count it again.")
         return AnalyticSource(model, described, "counted model")
-    dtype = dtype or _DTYPE
-    torch_dtype = _torch_dtype(dtype)
+    dtype = dtype or BFLOAT16.name
+    counted_in = torch_dtype(find_format(dtype).name)
     described.device.matmul_flops(dtype)  # raises where the dtype has no peak, before the model is counted
     config = model_config(model, seq_len)
     trained = _trained_weights(config, freeze, lora, lora_base_precision)
-    count = count_model(config, seq_len, torch_dtype, trained, fused)
+    count = count_model(config, seq_len, counted_in, trained, fused)
     shares_tokens = len(find_anatomy(config).after) <= _NORM_AND_HEAD
     refusals: dict[str, str] = {}
     if described.num_devices > 1:
@@ -257,15 +256,6 @@ def _trained_weights(
         check_quantisable(meta_model(config), lora, "lora_base_precision")
     find_targets(meta_model(config), lora)
     return TrainedWeights(adapter=Adapter("default", lora, base_precision))
-
-
-def _torch_dtype(name: str) -> torch.dtype:
-    torch_dtype = getattr(torch, name, None)
-    if not isinstance(torch_dtype, torch.dtype) or not torch_dtype.is_floating_point or torch_dtype.itemsize < 2:
-        raise SlipstreamError(
-            f"models can't be trained in dtype={name!r}, nor planned: choose float32, bfloat16 or float16."
-        )
-    return torch_dtype
 
 
 _FILES = (".yaml", ".yml", ".json")

@@ -27,7 +27,9 @@ from slipstream.model import (
     check_length,
     copy_with_shared_weights,
     model_for_timing,
+    torch_dtype,
 )
+from slipstream.number_format import AUTOCAST, FORMATS, PRECISIONS
 from slipstream.options import Parallelism
 from slipstream.parallel import Ranks, SharedStages
 from slipstream.profile.layer_kinds import anatomy_with_halves, find_layer_kinds, find_unit_kinds
@@ -35,8 +37,8 @@ from slipstream.profile.measurement_run import MeasurementRun, MeasuringTeams, T
 from slipstream.profile.stage_bench import StageBench, seconds_of
 from slipstream.version import __version__
 
-_DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
-_DTYPES["bf16"] = torch.float32  # like training.precision=bf16: float32 weights, bfloat16 autocast
+# The formats of weights by the name of a profile's dtype
+_WEIGHTS = {**FORMATS, AUTOCAST: PRECISIONS[AUTOCAST].weights}
 _LONGEST_SLICE = 8192  # tokens by default: the logits of more would rarely fit
 _OPTIMIZER_REPEATS = 5
 _DOUBT = 0.005  # of a point's median: a plan's stages add up many of them
@@ -60,8 +62,8 @@ class ProfileSettings:
 
     def check(self, config: PretrainedConfig) -> None:
         """Raises SlipstreamError where a model can't be measured so."""
-        if self.dtype not in _DTYPES:
-            raise SlipstreamError(f"dtype={self.dtype!r} isn't known; choose one of {', '.join(_DTYPES)}.")
+        if self.dtype not in _WEIGHTS:
+            raise SlipstreamError(f"dtype={self.dtype!r} isn't known; choose one of {', '.join(_WEIGHTS)}.")
         for name, value in (
             ("seq_len", self.seq_len),
             ("microbatch_size", self.microbatch_size),
@@ -136,7 +138,8 @@ def profile_model(
     units_per_layer = 2 if anatomy.halves else 1
     unit_kinds = find_unit_kinds(config, anatomy, kinds)
     parts = choose_stages(part_kinds(kinds, units_per_layer, unit_kinds))
-    with torch.autocast(device.type, torch.bfloat16, enabled=settings.dtype == "bf16"):
+    computed = torch_dtype(PRECISIONS[AUTOCAST].computed.name)
+    with torch.autocast(device.type, computed, enabled=settings.dtype == AUTOCAST):
         cuts = [_cut(anatomy, stage, len(kinds)) for stage in parts]
         benches = make_benches(config, settings, device, cuts, ranks)
         make = make_short_grid if settings.few_points else make_grid
@@ -183,7 +186,7 @@ def make_benches(
     ranks = ranks or Ranks.of()
     owned = {layer for cut, _ in cuts for layer in cut.layers} | {*ModelEnd}
     ends = replace(cuts[0][1], separate_ends=frozenset(ModelEnd))
-    model = model_for_timing(config, ends, owned, device, _DTYPES[settings.dtype]).train()
+    model = model_for_timing(config, ends, owned, device, torch_dtype(_WEIGHTS[settings.dtype].name)).train()
     shared = SharedStages.of(config, ends, ranks, settings.parallel)
     shared.shard(model)
     others = None

@@ -12,6 +12,7 @@ import torch
 
 from slipstream.checkpoint import describe_non_finite
 from slipstream.errors import NonFiniteError
+from slipstream.number_format import PRECISIONS
 from slipstream.train.run_context import RunContext
 
 _FINE, _SPIKE, _NON_FINITE = range(3)  # of several ranks the largest counts
@@ -36,7 +37,7 @@ class BadSteps:
         training = run.config.training
         self._find_non_finite = find_non_finite
         # Where every rank would stop, one that does so alone ends the run for the others, too.
-        may_go_on = training.bad_numbers != "stop" or training.precision == "fp16"
+        may_go_on = training.bad_numbers != "stop" or PRECISIONS[training.precision].scales_loss
         self._agrees = has_copies and (may_go_on or training.spike_factor is not None)
         self._run, self._config = run, run.config
         self._values: dict[str, deque[float]] = {
@@ -76,7 +77,8 @@ class BadSteps:
         weight = None if math.isfinite(loss) else self._find_non_finite()
         if weight and (training.bad_numbers != "rollback" or not self._has_updated):  # it would be so in every step
             raise NonFiniteError(self._describe_weight(weight, step, loss))
-        if training.precision == "fp16" and self._verdict == _NON_FINITE:  # the loss scale looks for the largest
+        # The loss scale looks for the largest.
+        if PRECISIONS[training.precision].scales_loss and self._verdict == _NON_FINITE:
             return record | {"done": "skipped, with a smaller loss scale after it"}
         self._num_in_a_row += 1
         if training.bad_numbers == "stop" or self._num_in_a_row == _MOST_IN_A_ROW:

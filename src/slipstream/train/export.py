@@ -22,12 +22,12 @@ from slipstream.model import (
     load_config,
     meta_model,
     tied_names,
+    torch_dtype,
     trust_remote_code,
     whole_pretrained_model,
 )
 from slipstream.model.toy import quiet_transformers
 from slipstream.parallel import ParameterShare, RankGroup
-from slipstream.pipeline.pipeline_options import torch_dtype
 from slipstream.pipeline.saving import describe_model
 from slipstream.pipeline.weights import merged_with_base, read_generation, state_misfits, write_model
 from slipstream.train.config import LoraSection, ModelSection, precision_named

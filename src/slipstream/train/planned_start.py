@@ -11,6 +11,7 @@ from typing import Any
 
 from slipstream.checkpoint import SavedCheckpoint
 from slipstream.launch import Progress
+from slipstream.number_format import PRECISIONS
 from slipstream.options import Degrees
 from slipstream.pipeline import Pipeline
 from slipstream.pipeline.pipeline_options import ExpectedBatch, PipelineOptions
@@ -24,8 +25,6 @@ from slipstream.train.config import DECIDED_BY_PLAN, Config
 from slipstream.train.data import BatchSize, TrainingSequences
 from slipstream.train.device_choice import memory_of_a_rank
 from slipstream.train.run_context import RunContext
-
-_DTYPES = {"bf16-weights": "bfloat16", "bf16": "bf16"}  # in which layers are measured, by training.precision
 
 
 def plan_obstacle(config: Config) -> str:
@@ -138,7 +137,7 @@ def chosen_facts(pipe: Pipeline, sequences: TrainingSequences, rates: StageRates
 def expected_batch(config: Config, sequences: TrainingSequences, progress: Progress) -> ExpectedBatch:
     """Returns the batch that is planned for: rows of one length, or the cut for documents of the typical length."""
     pipeline, training, replicas = config.pipeline, config.training, config.parallel.data
-    dtype, say, memory = _DTYPES.get(training.precision, "float32"), progress.say, memory_of_a_rank(config)
+    dtype, say, memory = PRECISIONS[training.precision].measured, progress.say, memory_of_a_rank(config)
     if sequences.packing == "fixed":
         rows = -(-training.batch_size // (replicas * pipeline.num_microbatches))
         return ExpectedBatch(training.seq_len, rows, dtype=dtype, say=say, device_memory=memory)

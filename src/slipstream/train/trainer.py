@@ -10,6 +10,7 @@ from typing import Any
 
 from slipstream.errors import RankFailedError, StoppedRunError
 from slipstream.launch import StopRequest
+from slipstream.number_format import PRECISIONS
 from slipstream.parallel.gradients import LossScale
 from slipstream.timeline import Timeline
 from slipstream.train.bad_steps import BadSteps
@@ -69,7 +70,7 @@ class Trainer:
         self._num_steps = count_steps(training, self._sequences)
         optimizer = make_optimizer(self._pipe.named_parameters(), config.optimizer)
         self._scheduler = make_scheduler(optimizer, config.optimizer, self._num_steps)
-        self._loss_scale = LossScale() if training.precision == "fp16" else LossScale.fixed()
+        self._loss_scale = LossScale() if PRECISIONS[training.precision].scales_loss else LossScale.fixed()
         # 4. Checkpoints of all that.
         rates = None if not by_step else settings.get("rates") if plan is None else self._pipe.rates
         self._state = RunState(run, self._pipe, self._scheduler, self._loss_scale, self._sequences, rates)

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from slipstream.model import torch_dtype
+from slipstream.number_format import PRECISIONS
 from slipstream.parallel.gradients import LossScale
 from slipstream.pipeline import Pipeline
 from slipstream.planner.ragged import StepPlan
@@ -75,14 +77,13 @@ def count_steps(training: TrainingSection, sequences: TrainingSequences) -> int:
 
 def autocast(config: Config, device: torch.device) -> torch.autocast:
     """Returns a context of bfloat16 or float16 arithmetic where that is configured; weights and sums stay float32."""
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.training.precision)
-    return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
+    autocasts = PRECISIONS[config.training.precision].autocasts
+    return torch.autocast(device.type, dtype=compute_dtype(config) if autocasts else None, enabled=autocasts)
 
 
 def compute_dtype(config: Config) -> torch.dtype:
     """Returns the dtype of matrix products."""
-    dtypes = {"float32": torch.float32, "fp16": torch.float16}
-    return dtypes.get(config.training.precision, torch.bfloat16)
+    return torch_dtype(PRECISIONS[config.training.precision].computed.name)
 
 
 class Evaluator:

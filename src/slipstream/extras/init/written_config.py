@@ -24,6 +24,7 @@ from slipstream.extras.init.choices import (
 from slipstream.extras.init.data import DataChoice, DataSizes, choose_data, count_tokens, place_of, some_of
 from slipstream.launch import Progress
 from slipstream.model import MANY_TOKENS, check_length, check_sliceable, longest_sequence, meta_model
+from slipstream.number_format import precision_of
 from slipstream.options import Runtime
 from slipstream.planning.plan_model import model_section
 from slipstream.train.config import Config, ModelSection
@@ -40,7 +41,6 @@ from slipstream.train.preflight.text_preparation import (
 )
 from slipstream.units import plural
 
-_PRECISIONS = {"bfloat16": "bf16-weights", "float32": "float32"}  # `training.precision`, by the dtype of the plan
 _TRAINED_BYTES, _SHARE = 16, 0.7  # of a parameter in training; of the memory, for parameters
 
 
@@ -159,7 +159,7 @@ def _choose(first: _FirstReading, found: DataChoice, sizes: DataSizes, given: Ma
         purpose=purpose,
         training=training,
         pipeline=pipeline,
-        precision=_PRECISIONS[dtype_here()],
+        precision=precision_of(dtype_here()) or "float32",
         longest=longest,
         output=_new_folder(Path(data).stem),
     )

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from slipstream.errors import SlipstreamError
 from slipstream.keyed_draws import kept_random_states
-from slipstream.model import IGNORED, Tensors, storage_id
+from slipstream.model import IGNORED, NARROW, Tensors, storage_id
 from slipstream.model.attached_code import references
 from slipstream.model.reached_tensors import NamedWeights, TakenStorages, graph_leaves
 from slipstream.parallel import RankGroup
@@ -527,7 +527,7 @@ def _pair_of(returned: Any) -> tuple[Tensor, Tensor]:
     if not isinstance(count, (Tensor, int, float)) or (isinstance(count, Tensor) and count.numel() != 1):
         raise SlipstreamError(f"the second value of loss_fn is {_described(count)}, not one number. {PAIR}")
     count = torch.as_tensor(count, device=total.device)
-    if count.dtype in (torch.float16, torch.bfloat16):
+    if count.dtype in NARROW:
         raise SlipstreamError(
             f"the second value of loss_fn is of {count.dtype}, too coarse to divide by: count in integers, or weights "
             "in float32."

@@ -33,6 +33,7 @@ from slipstream.model import (
     meta_model,
     tied_names,
     token_cross_entropy,
+    torch_dtype,
 )
 from slipstream.model.attached_code import separate_modules
 from slipstream.model.autograd_memory import RecomputePolicy
@@ -40,6 +41,7 @@ from slipstream.model.given_model import GivenModel
 from slipstream.model.hooks import TokenSlice
 from slipstream.model.reached_tensors import NamedWeights
 from slipstream.model.vocabulary import HeadNames, find_spreadable_head
+from slipstream.number_format import AUTOCAST
 from slipstream.parallel import Ranks, SharedStages, check_sharing, check_tensor_parallel
 from slipstream.parallel.tensor import TensorParallel, vocabulary_cross_entropy, vocabulary_token_losses
 from slipstream.pipeline.batch import Batch
@@ -74,7 +76,7 @@ from slipstream.pipeline.families.causal_lm_layout import (
 from slipstream.pipeline.families.flop_estimate import FlopEstimate, flop_rates
 from slipstream.pipeline.families.model_family import ModelFamily
 from slipstream.pipeline.families.stage_layout import StageLayout
-from slipstream.pipeline.pipeline_options import ExpectedBatch, PipelineOptions, SequenceLoss, torch_dtype
+from slipstream.pipeline.pipeline_options import ExpectedBatch, PipelineOptions, SequenceLoss
 from slipstream.pipeline.tuning import StartRequest, is_free, measure_rates, plan_start
 from slipstream.pipeline.weights import WeightSource
 from slipstream.planner.joint import JointPlan, Vocabulary
@@ -183,7 +185,7 @@ class CausalLMFamily(ModelFamily):
         """Returns the request for a plan for such batches. Collective, as `planned_vocabulary`."""
         options = self._options
         is_autocast = torch.is_autocast_enabled(self._device.type)
-        wide = "bf16" if is_autocast else str(self.config.dtype or torch.float32).removeprefix("torch.")
+        wide = AUTOCAST if is_autocast else str(self.config.dtype or torch.float32).removeprefix("torch.")
         open_fields = {
             "num_microbatches": expected.num_microbatches or options.num_microbatches,
             "dtype": expected.dtype or options.precision.dtype or wide,

@@ -25,6 +25,7 @@ from slipstream.model import (
     fuse_kernels,
     halves_or_none,
     meta_model,
+    torch_dtype,
 )
 from slipstream.model.adapters import is_wrapper
 from slipstream.model.autograd_memory import RecomputePolicy
@@ -34,7 +35,7 @@ from slipstream.options import ALLOWED_LAYER_COUNTS, are_allowed_layer_counts
 from slipstream.parallel import part_bounds
 from slipstream.pipeline.families.flop_estimate import FlopEstimate
 from slipstream.pipeline.families.stage_layout import StageLayout, check_lengths, given_counts
-from slipstream.pipeline.pipeline_options import PipelineOptions, torch_dtype
+from slipstream.pipeline.pipeline_options import PipelineOptions
 from slipstream.pipeline.weights import WeightSource
 from slipstream.planner.joint import Vocabulary
 from slipstream.planner.partition import partition_layers

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.errors import SlipstreamError
-from slipstream.model import LayerRange, Tensors, cross_entropy
+from slipstream.model import LayerRange, Tensors, cross_entropy, torch_dtype
 from slipstream.model.autograd_memory import RecomputePolicy
 from slipstream.model.reached_tensors import NamedWeights
 from slipstream.model.weight_gradients import compiled_modules
@@ -30,7 +30,7 @@ from slipstream.pipeline.families.sequence_costs import (
     runs_between,
 )
 from slipstream.pipeline.families.stage_layout import StageLayout, check_lengths, given_counts
-from slipstream.pipeline.pipeline_options import PipelineOptions, SequenceLoss, torch_dtype
+from slipstream.pipeline.pipeline_options import PipelineOptions, SequenceLoss
 from slipstream.pipeline.tuning import is_free
 from slipstream.pipeline.tuning.row_plan import granularity_for
 from slipstream.planner.joint import JointPlan, JointProblem, find_joint_plan

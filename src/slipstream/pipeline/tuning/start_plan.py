@@ -30,6 +30,7 @@ from slipstream.cost import (
 from slipstream.errors import SlipstreamError
 from slipstream.model import find_anatomy, why_layers_stay_whole
 from slipstream.model.adapters import ALL_WEIGHTS, TrainedWeights
+from slipstream.number_format import AUTOCAST, PRECISIONS
 from slipstream.options import Parallelism
 from slipstream.parallel import Ranks, possible_exchanges
 from slipstream.pipeline.cut_batch import token_bytes
@@ -74,7 +75,7 @@ class StartRequest(ExpectedBatch):
     @property
     def state(self) -> StateBytes:
         """The bytes per parameter."""
-        return StateBytes.of("float32" if self.dtype == "bf16" else self.dtype)
+        return StateBytes.of(PRECISIONS[AUTOCAST].weights.name if self.dtype == AUTOCAST else self.dtype)
 
     def fit_rates(self, costs: Costs, longest: int, partition: Sequence[float], recompute: str) -> StageRates:
         """Returns the rates of stages with so many layers, from costs of slices of up to `longest` tokens."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.errors import SlipstreamError
+from slipstream.number_format import PRECISIONS
 from slipstream.options import ALLOWED_LAYER_COUNTS, SHARED_WORK, Memory, are_allowed_layer_counts
 from slipstream.schedule import (
     AUTOMATIC,
@@ -458,16 +459,7 @@ ABSENT_VALUES: Mapping[str, Mapping[str, str]] = {
 """Why there is no such value of a setting, and what there is instead; values are in lower case."""
 
 OTHER_VALUES: Mapping[str, Mapping[Any, str]] = {
-    "training.precision": {
-        "bfloat16": "bf16",
-        "float16": "fp16",
-        "half": "fp16",
-        "mixed": "bf16",
-        "fp32": "float32",
-        "32": "float32",
-        32: "float32",
-        16: "bf16",
-    },
+    "training.precision": {alias: name for name, precision in PRECISIONS.items() for alias in precision.aliases},
     "training.device": {"gpu": "cuda", "cuda:0": "cuda"},
     "memory.recompute": {True: "full", False: "none"},
     "checkpoint.resume": {True: "latest", False: "no", "auto": "latest"},

@@ -16,6 +16,7 @@ from pydantic import ValidationError, model_validator
 
 from slipstream.errors import SlipstreamError, syntax_text
 from slipstream.foreign_text import parse_yaml, read_text
+from slipstream.number_format import PRECISIONS
 from slipstream.option_problems import describe_problems, records_in
 from slipstream.options import SHARED_WORK, Memory, Precision, Record, Runtime
 from slipstream.train.config import sections
@@ -45,13 +46,12 @@ if TYPE_CHECKING:
 _LEAST_MEMORY = 10_000  # bytes; a smaller number was meant as megabytes or gigabytes
 # Of a section and of a Pipeline
 _PIPELINE_OPTIONS = ("num_microbatches", "slices", "stages_per_rank", "partition", "vocabulary", "router_loss")
-# The Pipeline's dtypes by training.precision
-_PRECISIONS = {"bf16-weights": Precision(dtype="bfloat16", master_dtype="float32")}
 
 
 def precision_named(name: str) -> Precision:
     """Returns the dtypes of the Pipeline by the name in `training.precision`."""
-    return _PRECISIONS.get(name, Precision(dtype="float32"))
+    named = PRECISIONS[name]
+    return Precision(dtype=named.weights.name, master_dtype=None if named.master is None else named.master.name)
 
 
 # The settings by section that a plan decides, or keeps as they are by default

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
 
+from slipstream.number_format import BasePrecision, PrecisionName
 from slipstream.options import Degrees, Parallelism, Record
 
 if TYPE_CHECKING:
@@ -144,7 +145,7 @@ class TrainingSection(Record):
     """Steps of the optimizer; or give `epochs`."""
     epochs: PositiveFloat | None = None
     """Passes over the training text; or give `steps`."""
-    precision: Literal["float32", "bf16", "bf16-weights", "fp16"] = "float32"
+    precision: PrecisionName = "float32"
     """bf16: float32 weights, computed under bfloat16 autocast. bf16-weights: bfloat16 weights, with float32 copies for
     the optimizer and float32 sums of gradients. fp16: float32 weights under float16 autocast, with a loss scale
     that adapts during training. Default on GPUs with bfloat16: bf16-weights."""
@@ -391,7 +392,7 @@ class LoraSection(Record):
     """The layers that get adapters. Default: all. The backward ends at the lowest."""
     modules_to_save: list[str] | None = None
     """Modules that are trained in full beside the adapter, given by the ends of their names, such as `[lm_head]`."""
-    base_precision: Literal["full", "nf4"] = "full"
+    base_precision: BasePrecision = "full"
     """How the model's own weights are kept. nf4: those of all linear layers but the head in 4 bits (QLoRA), which takes
     a quarter of bfloat16's memory; it needs bitsandbytes: pip install 'slipstream[qlora]'. full: as wide as
     `training.precision` has them."""

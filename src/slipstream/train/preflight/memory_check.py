@@ -13,10 +13,9 @@ from torch import Tensor
 
 from slipstream.cost import AnalyticSource, Cluster, ModelCount, load_cluster
 from slipstream.errors import SlipstreamError
-from slipstream.model import meta_model
+from slipstream.model import meta_model, torch_dtype
 from slipstream.model.anatomy import expert_modules
 from slipstream.model.autograd_memory import recompute_advice
-from slipstream.pipeline.pipeline_options import torch_dtype
 from slipstream.planner.plans import Prediction
 from slipstream.planner.search import make_options, search_plans
 from slipstream.profile import count_model
