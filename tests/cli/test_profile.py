@@ -51,7 +51,7 @@ def test_a_training_configuration_whose_ranks_share_layers(tmp_path: Path) -> No
     ("settings", "reason"),
     [
         ({}, "how long are the sequences\\? give --seq-len=4096"),
-        ({"seq_len": 64, "dtype": "float8"}, "dtype='float8' isn't known; choose one of float32,"),
+        ({"seq_len": 64, "dtype": "float8"}, "dtype='float8' isn't known; choose one of float64,"),
         ({"seq_len": 64, "device": "tpu"}, "--device='tpu' isn't known; choose auto, cpu or cuda"),
         ({"seq_len": 64, "device": "cuda"}, "--device=cuda needs a CUDA device, but there is none; use --device=cpu"),
         ({"seq_len": 64, "output": Path("/no/p.json")}, "there is no folder /no; make it first"),

@@ -8,9 +8,8 @@ and described instead by heads, widths and the mask's window, as their number de
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,7 +21,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.flop_counter import flop_registry
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
 
 from slipstream.attention import ContextStore
@@ -51,6 +49,7 @@ from slipstream.model.hooks.masks import MaskTables
 from slipstream.model.hooks.module_calls import recorded_calls
 from slipstream.model.hooks.slice_cache import CarriedState, SliceCache, cache_name
 from slipstream.model.hooks.token_slice import SliceContext, TokenSlice, active_forward
+from slipstream.model.operation_counter import OperationCounter, OperationTally
 from slipstream.model.quantised import QuantisedLinear
 from slipstream.profile.layer_kinds import anatomy_with_halves, find_layer_kinds, trained_parts
 from slipstream.schedule import Op
@@ -459,88 +458,18 @@ class _Attention(torch.autograd.Function):
         return (torch.empty_like(query), *(query.new_empty(shape) for shape in ctx.shapes))
 
 
-_aten = torch.ops.aten
-_NO_KERNELS = {_aten.empty, _aten.empty_like, _aten.new_empty, _aten.empty_strided, _aten.new_empty_strided}
-_NO_KERNELS |= {_aten.detach, _aten.lift_fresh, _aten._unsafe_view, _aten._reshape_alias}
-_ADDING_PRODUCTS = {_aten.addmm, _aten.baddbmm}
-_PRODUCTS = {_aten.mm, _aten.bmm, _aten._grouped_mm, *_ADDING_PRODUCTS}
-_GATHERS = {_aten.embedding, _aten.index, _aten.gather, _aten.index_select}
-
-
-@dataclass
-class OperationTally:
-    """Totals of one op at one length."""
-
-    flops: float = 0
-    matmul_bytes: float = 0
-    hidden_depth: float = 0
-    other_depth: float = 0
-    product_bytes: float = 0  # outputs of matrix products
-    wide_bytes: float = 0
-    other_bytes: float = 0
-    num_matmuls: int = 0
-    num_kernels: int = 0
-
-    def __sub__(self, other: OperationTally) -> OperationTally:
-        return OperationTally(*(max(0, vars(self)[key] - vars(other)[key]) for key in vars(self)))
-
-
-_running: list[_Traffic] = []  # the innermost count is the last
+_running: list[OperationCounter] = []  # the innermost count is the last
 
 
 @contextmanager
 def counted_operations(width: int) -> Iterator[OperationTally]:
     """Returns a tally that is complete when the block ends; tensors whose last dim is `width` count as wide."""
-    tally = OperationTally()
-    _running.append(_Traffic(tally, width))
+    _running.append(counter := OperationCounter(width))
     try:
-        with _running[-1], watched_kernels(_FusedKernel.apply):
-            yield tally
+        with counter, watched_kernels(_FusedKernel.apply):
+            yield counter.tally
     finally:
         _running.pop()
-
-
-class _Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds up the bytes that each kernel reads and writes; views and allocations are no kernels."""
-
-    def __init__(self, tally: OperationTally, width: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._tally, self._width = tally, width
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        packet, kwargs = func._overloadpacket, kwargs or {}
-        result = (_grouped_product if packet is _aten._grouped_mm else func)(*args, **kwargs)
-        if func.is_view or packet in _NO_KERNELS:
-            return result
-        tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, Tensor)]
-        if packet in _GATHERS:  # reads as much as it writes, not its whole input
-            tensors = [result, result]
-        if packet not in _FLOPS:
-            self.add(tensors)
-            return result
-        tally = self._tally
-        tally.flops += _FLOPS[packet](*args, **kwargs, out_val=result)
-        tally.num_kernels += 1
-        tally.num_matmuls += 1
-        tally.matmul_bytes += _num_bytes(tensors)
-        depth = _depth(packet, args)
-        tally.hidden_depth += depth if depth == self._width else 0
-        tally.other_depth += depth if depth != self._width else 0
-        # a convolution's gradients
-        tally.product_bytes += _num_bytes(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
-        return result
-
-    def add(self, tensors: Sequence[Tensor]) -> None:
-        """Adds a kernel that reads and writes these."""
-        self._tally.num_kernels += 1
-        if any(tensor.dim() and tensor.shape[-1] == self._width for tensor in tensors):
-            self._tally.wide_bytes += _num_bytes(tensors)
-        else:
-            self._tally.other_bytes += _num_bytes(tensors)
-
-
-def _num_bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 class _FusedKernel(torch.autograd.Function):
@@ -571,30 +500,3 @@ class _FusedKernel(torch.autograd.Function):
         results = [None if source is None else torch.empty_like(source) for source in ctx.sources]
         _running[-1].add([*gradients, *ctx.saved_tensors, *(result for result in results if result is not None)])
         return (None, *results)
-
-
-def _depth(product: Any, args: Sequence[Any]) -> float:
-    """Returns how many terms each element of a product's result adds up: of groups of rows their mean."""
-    if product not in _PRODUCTS:
-        return 0  # a convolution
-    a, b = args[1:3] if product in _ADDING_PRODUCTS else args[:2]
-    groups = args[2].numel() if product is _aten._grouped_mm and a.dim() == b.dim() == 2 else 1
-    return float(a.shape[-1] / groups)
-
-
-def _grouped_product(a: Tensor, b: Tensor, offs: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor:
-    """Returns an empty result of a grouped product in any dtype, as PyTorch's meta function only takes bfloat16."""
-    if a.dim() == b.dim() == 2:
-        assert offs is not None
-        return a.new_empty(offs.numel(), a.shape[0], b.shape[1])
-    return a.new_empty(*a.shape[:-1], b.shape[-1])
-
-
-def _grouped_flops(a: Tensor, b: Tensor, *_: Any, out_val: Tensor, **__: Any) -> int:
-    """Counts the flops of experts' products: (N,K) x (E,K,M) -> (N,M), one matrix per token, or the gradient of B."""
-    if a.dim() == b.dim() == 2:
-        return 2 * a.shape[0] * a.shape[1] * b.shape[1]
-    return 2 * math.prod(out_val.shape) * a.shape[-1]
-
-
-_FLOPS = {**flop_registry, _aten._grouped_mm: _grouped_flops}

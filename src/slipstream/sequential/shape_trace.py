@@ -13,14 +13,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.autograd import graph
 from torch.autograd.variable import Variable
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
-from torch.utils.flop_counter import flop_registry
 
 from slipstream.errors import SlipstreamError
 from slipstream.keyed_draws import kept_random_states
 from slipstream.model.attached_code import copy_modules
 from slipstream.model.autograd_memory import without_saved_tensors_hooks
+from slipstream.model.operation_counter import OperationCounter
 from slipstream.model.tensors import SavedStorages, TensorSpec, storage_id, storage_ids, written_tensors
 from slipstream.sequential.batch_norm import MiniBatchStatistics
 from slipstream.sequential.cut_tokens import CutTokens
@@ -39,8 +37,8 @@ from slipstream.sequential.layer_list import (
 class LayerWork:
     """The operations, bytes moved and bytes saved of a layer's forward of a microbatch."""
 
-    flops: int = 0
-    num_bytes: int = 0  # read and written by all operations
+    flops: float = 0
+    num_bytes: float = 0  # read and written by all operations
     saved_bytes: int = 0  # kept for its backward, parameters aside
     is_random: bool = False
     differentiates: bool = False  # in its forward
@@ -151,7 +149,7 @@ class _TraceRun:
     def _call(self, layer: SequentialLayer, module: nn.Module, value: LayerValue) -> LayerValue:
         before = _identities(module) if self._training else {}
         identities = _identities(layer.module) if self._training else {}  # for functions that use a global name
-        counter = _OperationCounter()
+        counter = _WatchedOperations()
         saved = SavedStorages([*module.parameters(), *module.buffers(), *as_tuple(value)])
         statistics, engine = self._tracer.statistics, _WatchedEngine()
         try:
@@ -190,7 +188,7 @@ class _TraceRun:
                 "recomputed. Only nn.BatchNorm1d, 2d and 3d may have such state."
             )
         self._work[-1] = LayerWork(
-            counter.flops, counter.num_bytes, saved.num_bytes, counter.is_random, engine.num_calls > 0
+            counter.tally.flops, counter.tally.num_bytes, saved.num_bytes, counter.is_random, engine.num_calls > 0
         )
         return checked
 
@@ -278,46 +276,27 @@ def _attributes(module: nn.Module) -> dict[str, int]:
     }
 
 
-def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> int:
-    # Of (rows, heads, tokens, width). PyTorch counts none of the CPU kernel's, and up to 2.11 refuses grouped heads.
-    return query.shape[:-1].numel() * 2 * key.shape[-2] * (query.shape[-1] + value.shape[-1])
-
-
 _aten = torch.ops.aten
-_ATTENTION = {
-    _aten._scaled_dot_product_flash_attention_for_cpu,
-    _aten._scaled_dot_product_flash_attention,
-    _aten._scaled_dot_product_efficient_attention,
-    _aten._scaled_dot_product_cudnn_attention,
-}
-
-
 _BATCH_NORMS = {_aten.native_batch_norm, _aten.cudnn_batch_norm, _aten.miopen_batch_norm}
 
 
-class _OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the operations of a layer, and whether any draws random numbers."""
+class _WatchedOperations(OperationCounter):  # type: ignore[no-untyped-call]
+    """Counts the operations of a layer, and notes what they change in place, and whether any draws random numbers."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.flops = self.num_bytes = 0
+        super().__init__()
         self.is_random = False
         self.written: set[int] = set()  # identities of storages that are changed in place
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
         self.is_random |= torch.Tag.nondeterministic_seeded in func.tags
         op = func.overloadpacket
-        count = _attention_flops if op in _ATTENTION else flop_registry.get(op)
-        if count is not None:
-            self.flops += int(count(*args, **kwargs, out_val=result))
         if func._schema.is_mutable and op is not _aten.embedding_renorm_:  # max_norm, which changes a row once
             self.written |= storage_ids(written_tensors(func, args, kwargs))
         if op in _BATCH_NORMS and args[5]:  # in training it changes its averages, of which its schema says nothing
             self.written |= storage_ids(operand for operand in args[3:5] if isinstance(operand, Tensor))
-        if not func.is_view:
-            self.num_bytes += sum(t.nbytes for t in tree_iter((args, kwargs, result)) if isinstance(t, Tensor))
         return result
 
 

@@ -21,6 +21,7 @@ from slipstream.model import (
     uses_randomness,
 )
 from slipstream.model.autograd_memory import RecomputePolicy
+from slipstream.model.operation_counter import weight_multiplications
 from slipstream.planner.ragged import StageRates
 from slipstream.schedule import Op
 
@@ -80,10 +81,11 @@ class FlopEstimate:
         return [self._module.get_submodule(name) for name in self.anatomy.after]
 
     def _products(self, parts: Sequence[nn.Module]) -> tuple[float, float, float]:
-        forward = sum(map(self._multiplications, parts))
+        share = self._experts_share
+        forward = sum(weight_multiplications(part, share) for part in parts)
         if self.trains_all:
             return forward, forward, forward
-        trained = sum(self._multiplications(part, trained=True) for part in parts)
+        trained = sum(weight_multiplications(part, share, trained=True) for part in parts)
         return forward, forward if self.has_gradient(parts) else 0.0, trained
 
     def _step_share(self, parts: Sequence[nn.Module], attended: float) -> float:
@@ -136,20 +138,12 @@ class FlopEstimate:
             keys = window - window**2 / (2 * length)
         return self.score_products(layer) * keys
 
-    def _multiplications(self, module: nn.Module, trained: bool = False) -> float:
-        """Returns a token's multiplications: one per element of a matrix; of experts (3-D), those it is sent to.
-
-        With `trained`, those that lead to weight gradients. Weights that a trained copy has replaced don't count.
-        """
+    @property
+    def _experts_share(self) -> float:
+        """The share of a layer's experts that a token is sent to."""
         names = ("num_experts", "num_local_experts", "n_routed_experts")
         experts = next(filter(None, (getattr(self._text, name, None) for name in names)), 1)
-        used = min(1.0, (getattr(self._text, "num_experts_per_tok", None) or 1) / experts)
-        matrices = [
-            parameter
-            for name, parameter in module.named_parameters()
-            if parameter.dim() > 1 and not (trained and not parameter.requires_grad) and "original_module." not in name
-        ]
-        return sum(p.numel() * (used if p.dim() == 3 else 1.0) for p in matrices)
+        return min(1.0, (getattr(self._text, "num_experts_per_tok", None) or 1) / experts)
 
 
 _FIXED = 32  # tokens' work: the constant cost of a slice, such as launches and messages
