@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from torch import nn
 from slipstream import Layers, Pipeline
 from slipstream.cost import OPS, Work
 from slipstream.model import causal_cross_entropy
+from slipstream.pipeline.families import sequence_costs
 from slipstream.pipeline.families.sequence_costs import (
     MeasuredLayers,
     SequenceCosts,
@@ -113,6 +116,26 @@ def test_measuring_that_takes_too_long_ends(caplog: pytest.LogCaptureFixture) ->
     with refused("took longer than 0 s by layer 0"):
         measured("mixed", 0.0)
     assert not [line for line in caplog.records if line.levelno >= logging.WARNING]
+
+
+def test_measuring_ends_within_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has run once is enough; a point that hasn't ends it, of whichever layer."""
+    ran: list[range | None] = []
+    run = sequence_costs._LayerBench._ops
+
+    def ops(bench: Any, given: Any, tokens: range | None) -> Any:
+        ran.append(tokens)
+        return run(bench, given, tokens)
+
+    monkeypatch.setattr(sequence_costs._LayerBench, "_ops", ops)
+    measured("mixed", 600.0)
+    number, seconds = len(ran), iter(range(10**6))
+    ran.clear()
+    clock = SimpleNamespace(perf_counter=lambda: next(seconds) if ran else 0)
+    monkeypatch.setattr(sequence_costs, "time", clock)
+    with refused("took longer than 5 s by layer"):
+        measured("mixed", 5.0)
+    assert 1 <= len(ran) <= 7 < number
 
 
 def test_what_precedes_the_cut_runs_with_the_first_slice_alone() -> None:

@@ -64,7 +64,8 @@ def measure_layers(
 ) -> MeasuredLayers:
     """Returns the layers' times on a microbatch, with tokens that are cut from the layer `cut` on. None: not at all.
 
-    Raises SlipstreamError where that takes longer than the budget, in seconds.
+    Once the budget, in seconds, is spent, nothing is repeated any more. Raises SlipstreamError where it is spent before
+    all has been measured once.
     """
     begins, first = time.perf_counter(), len(layers) if cut is None else cut
     points = [(piece.length, 0)]
@@ -84,12 +85,13 @@ def measure_layers(
                 skips = [{} for _ in points]
             bench = _LayerBench(layer, index, piece, device, trace.boundaries[index].is_tuple)
             tokens = [range(j, j + i) for i, j in points] if index > first else [None]
-            times.append(bench.run(inputs, tokens, skips))
-            if time.perf_counter() - begins > budget:
+            found = bench.run(inputs, tokens, skips, lambda: time.perf_counter() - begins > budget)
+            if found is None:
                 raise SlipstreamError(
                     f"measuring the layers took longer than {budget:.0f} s by {layer}, the {index + 1}th of "
-                    f"{len(layers)}."
+                    f"{len(layers)}. Give slipstream.Layers(costs=[...]), with which nothing is measured."
                 )
+            times.append(found)
     return MeasuredLayers(tuple(times), points, first + 1)
 
 
@@ -103,8 +105,15 @@ class _LayerBench:
         self._device, self._is_tuple = device, is_tuple
         self._store = PrefilledStore(piece.length)
 
-    def run(self, given: list[Tensors], tokens: Sequence[range | None], skips: list[dict[str, Tensor]]) -> _Times:
-        """Returns the seconds of each op on the given inputs, and replaces them by the layer's outputs."""
+    def run(
+        self,
+        given: list[Tensors],
+        tokens: Sequence[range | None],
+        skips: list[dict[str, Tensor]],
+        is_late: Callable[[], bool],
+    ) -> _Times | None:
+        """Returns the seconds of each op on the given inputs, and replaces them by the layer's outputs; None where it
+        was late before each had run."""
         times: _Times = {op: [0.0] * len(given) for op in OPS}
         if isinstance(self._original, SkipStash):
             for inputs, left in zip(given, skips, strict=True):
@@ -118,13 +127,17 @@ class _LayerBench:
         with torch.no_grad():  # keys and values of all tokens
             outputs = [as_tuple(self._call(inputs, span)) for inputs, span in zip(given, tokens, strict=True)]
         for place, (inputs, span) in enumerate(zip(given, tokens, strict=True)):
-            for op, seconds in self._shortest(inputs, span).items():
+            if is_late():
+                return None
+            for op, seconds in self._shortest(inputs, span, is_late).items():
                 times[op][place] = seconds
         given[:] = outputs
         return times
 
-    def _shortest(self, given: Tensors, tokens: range | None) -> dict[Op, float]:
-        runs = [self._ops(given, tokens) for _ in range(_REPEATS)]
+    def _shortest(self, given: Tensors, tokens: range | None, is_late: Callable[[], bool]) -> dict[Op, float]:
+        runs = [self._ops(given, tokens)]
+        while len(runs) < _REPEATS and not is_late():
+            runs.append(self._ops(given, tokens))
         return {op: min(run[op] for run in runs) for op in OPS}
 
     def _ops(self, given: Tensors, tokens: range | None) -> dict[Op, float]:
