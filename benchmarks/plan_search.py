@@ -203,7 +203,7 @@ def measure_length(name: str, seq_len: int, num_devices: int) -> dict[str, Any]:
 def import_compiled() -> None:
     """Loads what is compiled, so that it isn't in the time of a search."""
     search_compiled()
-    import_module("slipstream.simulator.time_kernel")
+    import_module("slipstream.schedule.compiled_sweep")
 
 
 def lengths(cases: Sequence[str]) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from types import FunctionType
+from typing import Any, Protocol, TypeVar
 
 from numba import njit
 from numba.core.caching import FunctionCache
@@ -40,6 +41,32 @@ def compiled_in_place(function: Function) -> Function:
     Counting takes several times as long as the rest of a short function that is given many arrays.
     """
     return compiled(function, makes_arrays=False)
+
+
+class CompiledFunctions(Protocol):
+    """Functions that were compiled together."""
+
+    def __call__(self, function: Function) -> Function:
+        """Returns the compiled form of one of them."""
+        ...
+
+
+def compiled_together(in_place: Sequence[Any], making_arrays: Sequence[Any]) -> CompiledFunctions:
+    """Compiles functions of one module, which stay as they are, with the compiled ones in the place of those they call.
+
+    Args:
+        in_place: those that make no arrays or lists, each after those that it calls.
+        making_arrays: the others, which may call those, each after those of its kind that it calls.
+    """
+    names = dict(in_place[0].__globals__)
+    for function in (*in_place, *making_arrays):
+        copied = FunctionType(function.__code__, names, function.__name__, function.__defaults__)
+        names[function.__name__] = compiled(copied, makes_arrays=function in making_arrays)
+
+    def compiled_form(function: Function) -> Function:
+        return names[function.__name__]  # type: ignore[no-any-return]
+
+    return compiled_form
 
 
 class _RenewedCache(FunctionCache):  # type: ignore[misc]

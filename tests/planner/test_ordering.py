@@ -26,9 +26,9 @@ from slipstream.schedule import (
     predecessors,
     validate,
 )
+from slipstream.schedule.compiled_sweep import makespan, peak, start_times
 from slipstream.simulator import simulate
 from slipstream.simulator.costs import MicrobatchCost, TableCost, UnitCost
-from slipstream.simulator.time_kernel import makespan, peak, start_times
 from support.examples import examples
 from support.random_orders import partly_split
 from support.schedules import named_schedules

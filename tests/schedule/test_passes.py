@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slipstream.planner.order.ordering_problem import OrderingProblem
 from slipstream.schedule import (
     BACKWARDS,
     SCHEDULES,
@@ -21,18 +24,21 @@ from slipstream.schedule import (
     add_offload,
     add_recompute,
     check_communication,
+    compiled_sweep,
     forward_only,
+    generators,
     gpipe,
     in_flushes,
     make_schedule,
     one_f_one_b,
+    passes,
     split_backwards,
     spread_vocabulary,
+    sweep,
     validate,
 )
 from slipstream.simulator import TableCost, simulate
 from slipstream.simulator.costs import UnitCost
-from slipstream.simulator.time_kernel import run_rows
 from support.examples import examples
 from support.schedules import named_schedules, random_schedules
 
@@ -87,7 +93,7 @@ def test_recomputation_fills_a_wait_before_another_action(alive: int, row: str) 
 def test_recomputation_is_complete_bounded_and_never_later(kind: str, alive: int, data: st.DataObject) -> None:
     schedule = data.draw(ORDERS[kind])
     recomputed = add_recompute(schedule, alive=alive)
-    assert add_recompute(schedule, alive=alive, run=run_rows) == recomputed
+    assert add_recompute(schedule, alive=alive, compiled=True) == recomputed
     validate(recomputed)
     check_communication(add_communication(recomputed))
     assert without(recomputed, Op.R) == tuple(schedule.actions)
@@ -112,7 +118,7 @@ def test_offload_takes_those_that_wait_longest(
     moved = add_offload(schedule, share, ahead)
     validate(moved)
     check_communication(add_communication(moved))
-    assert add_offload(schedule, share, ahead, run=run_rows) == moved
+    assert add_offload(schedule, share, ahead, compiled=True) == moved
     assert without(moved, Op.OFFLOAD, Op.RELOAD) == tuple(schedule.actions)
     spans = {span.action: span for span in simulate(schedule, UnitCost()).spans}
     for row, original in zip(moved.actions, schedule.actions, strict=True):
@@ -280,3 +286,28 @@ def test_one_more_microbatch_in_flight_hides_the_exchange(num_ranks: int, num_mi
     busy = num_microbatches * sum(SHARED_HEAD[op] for op in (Op.F, Op.B, Op.V, Op.VW))
     assert seconds[1] < busy + 6 * num_ranks
     assert seconds[0] > 1.1 * seconds[1]
+
+
+@examples(40)
+@given(st.integers(0, 2**32))
+def test_compiled_sweeps_are_the_plain_ones(seed: int) -> None:
+    """By priority within slots, by priority within memory, and where gaps are filled."""
+    pick = random.Random(seed)
+    name, counts = pick.choice(["v-half", "v-min"]), [pick.randint(1, 4) for _ in range(3)]
+    problem = OrderingProblem([*range(counts[0])], *counts[1:], UnitCost(link=0.3), [1.5 * counts[2]] * counts[0])
+    graph = problem.graph(np.ones(problem.num_units, np.bool_))
+    rule = np.random.default_rng(seed).normal(size=len(graph.seconds)), pick.choice([0.0, 2.0]), pick.choice([0.0, 0.5])
+    orders = [
+        (order.rows, order.lengths, start)
+        for order, start in (module.place(graph, *rule) for module in (sweep, compiled_sweep))
+    ]
+    lists = [[rows.tolist(), lengths.tolist(), start.tolist()] for rows, lengths, start in orders]
+    assert lists[0] == lists[1]
+    found = []
+    for most in (0, 10**9):  # actions of which the order is found without compiled code
+        with pytest.MonkeyPatch.context() as patch:
+            for module in (generators, passes):
+                patch.setattr(module, "_MOST_INTERPRETED", most)
+            schedule = make_schedule(name, *counts, stages_per_rank=2)
+            found.append((schedule, spread_vocabulary(schedule, embedding=True)))
+    assert found[0] == found[1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from fractions import Fraction
+from itertools import product
 
 import pytest
 from hypothesis import given
@@ -16,15 +17,17 @@ from slipstream.schedule import (
     Action,
     Op,
     Schedule,
+    ScheduleError,
     add_communication,
     add_offload,
     forward_only,
     gpipe,
     one_f_one_b,
     predecessors,
+    spread_vocabulary,
 )
 from slipstream.schedule.action_arrays import ActionArrays
-from slipstream.simulator import MicrobatchCost, TableCost, simulate
+from slipstream.simulator import MicrobatchCost, TableCost, activation_peaks, simulate, step_seconds
 from slipstream.simulator.costs import MeasuredCost, UnitCost
 from slipstream.simulator.simulation import end_times
 from slipstream.timeline import Timeline
@@ -208,6 +211,38 @@ def test_every_action_ends_when_it_does_in_the_simulator(
     assert timeline.schedule.slice_counts == schedule.slice_counts
     late = simulate(add_communication(schedule, ahead=10**6), cost)
     assert late.makespan == pytest.approx(timeline.makespan)
+
+
+@examples(60)
+@given(planned_schedules(), st.integers(0, 2**32), st.sampled_from(["whole", "spread", "embedding too"]))
+def test_arrays_give_the_step_and_its_activations_as_objects_do(schedule: Schedule, seed: int, head: str) -> None:
+    """Of a spread head too, whose results go to ranks that aren't equally far."""
+    pick = random.Random(seed)
+    if head != "whole" and not schedule.num_frozen_stages:
+        schedule = spread_vocabulary(schedule, embedding=head == "embedding too")
+    units = list(product(range(schedule.num_stages), range(schedule.num_slices)))
+    cost = TableCost(
+        {(*unit, op): pick.uniform(0.1, 2) for unit in units for op in Op},
+        message_bytes=[pick.uniform(0.1, 1) for _ in range(schedule.num_slices)],
+        bandwidth=1.0,
+        activations={unit: pick.uniform(1, 2) for unit in units},
+        kept={unit: pick.uniform(0, 1) for unit in units},
+        copies={unit: pick.uniform(0, 1) for unit in units},
+    )
+    timeline = simulate(schedule, cost)
+    assert step_seconds(schedule, cost) == timeline.makespan
+    assert activation_peaks(schedule, cost) == pytest.approx(timeline.peak_memory, rel=1e-12)
+    lowered = add_communication(schedule)
+    assert step_seconds(lowered, cost) == simulate(lowered, cost).makespan
+
+
+def test_a_step_whose_ranks_get_stuck_has_no_seconds() -> None:
+    plain = gpipe(1, 1, 2)
+    first, second, *backwards = plain.actions[0]
+    with pytest.raises(ScheduleError, match=r"0F0\.1 \(rank 0\) waits for 0F0\.0"):
+        step_seconds(replace(plain, actions=((second, first, *backwards),)), UnitCost())
+    with pytest.raises(ScheduleError, match=r"0B0\.1 waits for 0F0\.1, which the schedule lacks"):
+        step_seconds(replace(plain, actions=((first, *backwards),)), UnitCost())
 
 
 @examples(60)

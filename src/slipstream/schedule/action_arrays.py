@@ -9,16 +9,40 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from slipstream.array_types import Flags, Floats, Ints
-from slipstream.schedule.action import COMMUNICATION, NUMBERS, OPS, Action, Op
-from slipstream.schedule.rules import predecessors
+from slipstream.schedule.action import COMMUNICATION, NUMBERS, OPS, Action, Op, ScheduleError
+from slipstream.schedule.rules import predecessors, reason
 from slipstream.schedule.schedule import ActionRows, Schedule
+from slipstream.schedule.sweep import ActionGraph, ActionOrder, HeadGaps, Replays, StageSlots
+
+
+class Sweeps(Protocol):
+    """The functions that sweep over actions, compiled or not."""
+
+    def start_times(self, graph: ActionGraph, order: ActionOrder) -> Floats: ...
+
+    def place_replays(self, graph: ActionGraph, order: ActionOrder, replays: Replays) -> None: ...
+
+    def place_due(self, graph: ActionGraph, priority: Floats, slots: StageSlots) -> ActionOrder: ...
+
+    def fill_gaps(self, graph: ActionGraph, priority: Floats, gaps: HeadGaps) -> tuple[ActionOrder, Floats]: ...
+
+
+def sweeps(compiled: bool) -> Sweeps:
+    """Returns the functions that sweep over actions. Compiled ones load numba, which takes a while: where it pays."""
+    if compiled:
+        from slipstream.schedule import compiled_sweep
+
+        return compiled_sweep
+    from slipstream.schedule import sweep
+
+    return sweep
 
 
 class Precedence(NamedTuple):
@@ -57,11 +81,22 @@ class Precedence(NamedTuple):
             rows = np.array(members)[:, None]
             pairs.append((order[firsts[rows + before_slice] + before].ravel(), order[firsts[rows] + after].ravel()))
         before, after = (np.concatenate(side) for side in zip(*pairs, strict=True))
-        sizes = (np.bincount(side, minlength=len(op)) for side in (after, before))
+        return cls.of_pairs(before, after, len(op))
+
+    @classmethod
+    def of_pairs(cls, before: Ints, after: Ints, size: int) -> Precedence:
+        """Returns the precedence of `size` actions, given pairs of which the one comes before the other."""
+        sizes = (np.bincount(side, minlength=size) for side in (after, before))
         first_before, first_after = (np.concatenate([[0], np.cumsum(size)]) for size in sizes)
         in_order = np.argsort(after, kind="stable")
         before, after = before[in_order], after[in_order]
         return cls(first_before, before, first_after, after[np.argsort(before, kind="stable")])
+
+    def with_pairs(self, before: Ints, after: Ints) -> Precedence:
+        """Returns the precedence with further pairs."""
+        size = len(self.first_before) - 1
+        users = np.repeat(np.arange(size), np.diff(self.first_before))
+        return Precedence.of_pairs(np.concatenate([self.before, before]), np.concatenate([users, after]), size)
 
 
 @lru_cache(maxsize=4096)
@@ -72,12 +107,12 @@ def _before_slice(
     later the first one's is, and the two by their places in their slices."""
     schedule, numbers = _of_slices(placement, num_frozen, places, reach)
     pairs = [
-        (before.slice - index, numbers[before], number)
-        for action, number in numbers.items()
-        if action.slice == index
-        for before in predecessors(action, schedule)
+        (before, action) for action in numbers if action.slice == index for before in predecessors(action, schedule)
     ]
-    slices, before, after = np.array(pairs, np.int64).reshape(-1, 3).T
+    if missing := next((pair for pair in pairs if pair[0] not in numbers), None):
+        raise ScheduleError(f"{missing[1]} waits for {missing[0]}, which the schedule lacks: {reason(*missing[::-1])}.")
+    numbered = [(before.slice - index, numbers[before], numbers[action]) for before, action in pairs]
+    slices, before, after = np.array(numbered, np.int64).reshape(-1, 3).T
     return slices, before, after
 
 
@@ -241,26 +276,72 @@ class ActionArrays(ActionRows):
         closes = first_of(chain[::-1], last[::-1])[::-1]
         return ContextMarks(first_of(chain, forward), first_of(chain, backward), closes)
 
-    def ends(self, seconds: Floats, run: RowsRun) -> Floats:
+    def graph(self, seconds: Floats, chain: Ints | None = None, precedence: Precedence | None = None) -> ActionGraph:
+        """Returns the actions for a sweep, with messages that take no time, and without bytes.
+
+        Args:
+            seconds: of each action.
+            chain: of each. None: its microbatch.
+            precedence: what comes before what. None: the rules alone.
+        """
+        size, nothing = len(self.op), np.zeros(len(self.op))
+        chain = self.microbatch if chain is None else chain
+        num_ranks, num_chains = len(self), int(chain.max(initial=0)) + 1
+        return ActionGraph(
+            seconds=seconds,
+            exists=np.ones(size, np.bool_),
+            rank=self.rank,
+            chain=chain,
+            channel=np.full(size, -1),
+            link_seconds=nothing,
+            link_occupied=nothing,
+            acquired=nothing,
+            released=nothing,
+            **(precedence or self.precedence)._asdict(),
+            limits=np.full(num_ranks, np.inf),
+            counts=np.array([num_ranks, 0, num_chains, self.longest_row]),
+        )
+
+    @property
+    def longest_row(self) -> int:
+        """The number of actions of the busiest rank."""
+        return int(np.diff(self.firsts).max())
+
+    @cached_property
+    def order(self) -> ActionOrder:
+        """The rows, as a sweep has them."""
+        return ActionOrder.of([range(*pair) for pair in pairwise(self.firsts.tolist())], self.longest_row)
+
+    def ends(self, seconds: Floats, compiled: bool = False) -> Floats:
         """Returns when each action ends, if messages take no time."""
-        nothing, none = np.zeros(len(self.op)), np.zeros(len(self.op), np.bool_)
-        return run(self.firsts, *self.precedence[:2], seconds, nothing, none, none, none, self.op, 1)[0]
+        ends: Floats = sweeps(compiled).start_times(self.graph(seconds), self.order) + seconds
+        return ends
 
     def with_recompute(
-        self, stages: Collection[int], alive: int, seconds: Callable[[Action], float], run: RowsRun
+        self, stages: Collection[int], alive: int, seconds: Callable[[Action], float], compiled: bool
     ) -> Schedule:
         """Returns the schedule with an R for the backwards of `stages`; see `slipstream.schedule.add_recompute`."""
         number, forward, reload = np.arange(len(self.op)), self.of_slice(Op.F), self.of_slice(Op.RELOAD)
         chosen = self.is_one_of(Op.B, Op.I) & np.isin(self.stage, [*stages])
         # Right after its forward, on the same rank, a backward needs no R.
         waits = chosen & (forward != number - 1)
-        whole = np.isin(number, forward[chosen & ~waits])
-        replay = self.each(lambda action: seconds(action.with_op(Op.R)), among=waits)
-        order = self.firsts, self.precedence.first_before, self.precedence.before, self.each(seconds)
-        _, places = run(*order, replay, waits, whole, chosen, np.maximum(forward, reload), alive)
-        return self.with_more(places[waits], np.full(int(waits.sum()), NUMBERS[Op.R]), number[waits])
+        replays = Replays(
+            firsts=self.firsts,
+            seconds=self.each(lambda action: seconds(action.with_op(Op.R)), among=waits),
+            waits=waits,
+            whole=np.isin(number, forward[chosen & ~waits]),
+            chosen=chosen,
+            inputs=np.maximum(forward, reload),
+            most_alive=alive,
+            places=np.full(len(number), -1),
+            alive=np.zeros(len(self), np.int64),
+            following=self.firsts[:-1].copy(),
+            kept_whole=self.firsts[:-1].copy(),
+        )
+        sweeps(compiled).place_replays(self.graph(self.each(seconds)), self.order, replays)
+        return self.with_more(replays.places[waits], np.full(int(waits.sum()), NUMBERS[Op.R]), number[waits])
 
-    def with_offload(self, share: float, ahead: int, seconds: Callable[[Action], float], run: RowsRun) -> Schedule:
+    def with_offload(self, share: float, ahead: int, seconds: Callable[[Action], float], compiled: bool) -> Schedule:
         """Returns the schedule with OFFLOADs and RELOADs; see `slipstream.schedule.add_offload`."""
         used = np.full((self.schedule.num_stages, sum(self.schedule.slice_counts)), len(self.op))
         users = np.flatnonzero(self.is_one_of(Op.R, Op.B, Op.I))
@@ -273,7 +354,7 @@ class ActionArrays(ActionRows):
         forward, needed = forward[possible], needed[possible]
         if share < 1:
             durations = self.each(seconds)
-            ends = self.ends(durations, run)
+            ends = self.ends(durations, compiled)
             longest_first = np.lexsort((ends[forward] - (ends - durations)[needed], self.rank[forward]))
             forward, needed = forward[longest_first], needed[longest_first]
             rank = self.rank[forward]
@@ -307,13 +388,13 @@ class MessageArrays(NamedTuple):
         return cls(sender, user, sent[order], posted[order], done, _lines(arrays, sender, user))
 
     @classmethod
-    def placed(cls, arrays: ActionArrays, seconds: Floats, run: RowsRun, ahead: int = 1) -> MessageArrays:
+    def placed(cls, arrays: ActionArrays, seconds: Floats, compiled: bool = False, ahead: int = 1) -> MessageArrays:
         """Returns those of an order without any, as `slipstream.schedule.add_communication` places them.
 
         A receive is posted before the action number `posted // 3`, where its rank stands when the message is sent, or
         `ahead` actions before it is needed, and not after that of a later message.
         """
-        (sender, user), ends = _ends_of_messages(arrays), arrays.ends(seconds, run)
+        (sender, user), ends = _ends_of_messages(arrays), arrays.ends(seconds, compiled)
         starts, before, lines = ends - seconds, np.zeros_like(user), _lines(arrays, sender, user)
         for mine in lines:
             begin, end = arrays.firsts[(rank := arrays.rank[user[mine[0]]])], arrays.firsts[rank + 1]
@@ -340,128 +421,3 @@ def _lines(arrays: ActionArrays, sender: Ints, user: Ints) -> list[Ints]:
     order = np.argsort(lines, kind="stable")
     ends = np.flatnonzero(np.diff(lines[order], append=-1)) + 1
     return np.split(order, ends[:-1]) if len(order) else []
-
-
-def run_rows(
-    firsts: Ints,
-    first_before: Ints,
-    before: Ints,
-    seconds: Floats,
-    replay: Floats,
-    waits: Flags,
-    whole: Flags,
-    chosen: Flags,
-    inputs: Ints,
-    most_alive: int,
-) -> tuple[Floats, Ints]:
-    """Runs each rank's actions in order, as early as it can with messages that take no time, and places the R's.
-
-    Where a rank would wait for as long as an R takes, that stands before the wait; else right before its backward.
-
-    Args:
-        firsts: rank r's actions are `firsts[r]` up to `firsts[r + 1]`.
-        first_before: the actions before number n are before[first_before[n] : first_before[n + 1]].
-        before: see there.
-        seconds: of each action.
-        replay: of each backward's R.
-        waits: marks the backwards that have one.
-        whole: marks the forwards that keep all their activations until their backward, which follows at once.
-        chosen: marks the backwards of both kinds.
-        inputs: the last action of its rank that an R needs.
-        most_alive: how many slices of a rank have all their activations at the same time, at most.
-
-    Returns:
-        The end of each action, and the action before which each backward's R stands, -1 without one.
-    """
-    num_ranks = len(firsts) - 1
-    ends, places = np.full(len(seconds), -1.0), np.full(len(seconds), -1)
-    free, alive = np.zeros(num_ranks), np.zeros(num_ranks, np.int64)
-    # Of each rank the next action, the next backward whose R has not run, and the next forward that stays whole.
-    reached, waiting, kept_whole = firsts[:-1].copy(), firsts[:-1].copy(), firsts[:-1].copy()
-    has_moved = True
-    while has_moved:
-        has_moved = False
-        for rank in range(num_ranks):
-            end = firsts[rank + 1]
-            while reached[rank] < end:
-                action, ready, can_run = reached[rank], 0.0, True
-                for earlier in before[first_before[action] : first_before[action + 1]]:
-                    ready = max(ready, ends[earlier])
-                    can_run = can_run and ends[earlier] >= 0
-                if not can_run:
-                    break
-                while kept_whole[rank] < end and (kept_whole[rank] < action or not whole[kept_whole[rank]]):
-                    kept_whole[rank] += 1
-                while waiting[rank] < end:
-                    backward = waiting[rank]
-                    if waits[backward]:
-                        has_time = free[rank] + replay[backward] <= ready and inputs[backward] < action
-                        has_room = alive[rank] + (kept_whole[rank] < backward) < most_alive
-                        if backward != action and not (has_time and has_room):
-                            break
-                        places[backward] = action
-                        free[rank] += replay[backward]
-                        alive[rank] += 1
-                    waiting[rank] += 1
-                alive[rank] += int(whole[action]) - int(chosen[action])
-                free[rank] = ends[action] = max(free[rank], ready) + seconds[action]
-                reached[rank] += 1
-                has_moved = True
-    return ends, places
-
-
-def due_first(due: Floats, free: Ints, room: Ints, missing: Ints, first_after: Ints, after: Ints) -> Ints:
-    """Returns the order in which ranks run F, I and W of their two stages: in every unit of time each runs, of the next
-    ones of these that can run, the one that is due first. An F can run where its stage isn't full, and its rank has
-    room for it and for the F's of its other stage that are due before it; a W makes room.
-
-    Args:
-        due: when each action is due. They are numbered by rank, by its stages and by F, I and W.
-        free: how many slices each stage may take, one rank's two stages after the other's; used up.
-        room: how many each rank may take, its two stages together; used up.
-        missing: how many actions each still waits for; used up.
-        first_after: the actions after number n are after[first_after[n] : first_after[n + 1]].
-        after: see there.
-    """
-    size, order, done = len(due) // (6 * len(room)), np.zeros(len(due), np.int64), 0
-    following, chosen = np.arange(6 * len(room)) * size, np.zeros(len(room), np.int64)
-    while done < len(due):
-        for rank in range(len(room)):
-            chosen[rank] = -1
-            for queue in range(6 * rank, 6 * rank + 6):
-                action, best = following[queue], chosen[rank]
-                can_run = action < (queue + 1) * size and missing[action] == 0
-                can_run = can_run and (queue % 3 > 0 or free[queue // 3] > 0)
-                if can_run and queue % 3 == 0:
-                    other = queue + 3 if queue == 6 * rank else queue - 3
-                    left, earlier = room[rank], following[other]
-                    while left > 0 and earlier < (other + 1) * size and due[earlier] < due[action]:
-                        left -= 1
-                        earlier += 1
-                    can_run = left > 0
-                if can_run and (best < 0 or due[action] < due[best]):
-                    chosen[rank] = action
-        for rank in range(len(room)):
-            action = chosen[rank]
-            if action >= 0:
-                taken = action // size
-                following[taken] += 1
-                free[taken // 3] += taken % 3 - 1
-                room[rank] += taken % 3 - 1
-                order[done] = action
-                done += 1
-                for later in after[first_after[action] : first_after[action + 1]]:
-                    missing[later] -= 1
-    return order
-
-
-@cache
-def compiled_due_first() -> Callable[..., Ints]:
-    """Returns `due_first` compiled by Numba, whose import takes a while: loaded only where it pays."""
-    from slipstream.numba_jit import compiled
-
-    return compiled(due_first)
-
-
-RowsRun = Callable[..., tuple[Floats, Ints]]
-"""`run_rows`, or the same compiled (`slipstream.simulator.time_kernel`)."""

@@ -502,14 +502,30 @@ def _due_first(counts: Counts, due: Floats | Ints, limits: Sequence[int], most_h
     """
     import numpy as np
 
-    from slipstream.schedule.action_arrays import ActionArrays, compiled_due_first, due_first  # loads numpy
+    from slipstream.schedule.action_arrays import ActionArrays, sweeps  # loads numpy
+    from slipstream.schedule.sweep import StageSlots
 
     arrays = ActionArrays.of(counts.schedule(lambda rank: np.concatenate(_v_passes(counts, rank)), v_shaped=True))
     times = np.asarray(due, float).ravel()
-    run = due_first if len(times) <= _MOST_INTERPRETED else compiled_due_first()
-    first_before, _, first_after, after = arrays.precedence
-    room = np.full(counts.num_ranks, most_held)
-    return arrays.only(run(times, np.array(limits), room, np.diff(first_before), first_after, after))
+    # A rank's two stages have a queue each of F, I and W, in which one pass follows the other.
+    size, number = counts.total, np.arange(len(times))
+    queue, earlier = number // size, np.flatnonzero((number + 1) % size)
+    forwards = np.arange(0, len(times), 3 * size).reshape(-1, 2)
+    held = arrays.is_one_of(Op.F).astype(float), arrays.is_one_of(Op.W).astype(float)
+    graph = arrays.graph(
+        np.ones(len(times)), chain=queue // 3 % 2, precedence=arrays.precedence.with_pairs(earlier, earlier + 1)
+    )._replace(acquired=held[0], released=held[1])
+    priority = np.empty(len(times))
+    priority[np.lexsort((queue, times))] = number
+    slots = StageSlots(
+        due=times,
+        forwards=forwards,
+        ends=forwards + size,
+        of_stage=np.array(limits).reshape(-1, 2),
+        of_rank=np.full(counts.num_ranks, most_held),
+    )
+    order = sweeps(compiled=len(times) > _MOST_INTERPRETED).place_due(graph, priority, slots)
+    return arrays.only(np.concatenate(order.by_rank()))
 
 
 class ScheduleKind(NamedTuple):

@@ -144,12 +144,12 @@ def add_communication(schedule: Schedule, ahead: int = 1) -> Schedule:
 
 def _place_receives(schedule: Schedule, ahead: int) -> defaultdict[tuple[int, int], list[Action]]:
     """Returns the RECVs that stand before each (rank, index) of the compute-only schedule, in order of arrival."""
-    from slipstream.schedule.action_arrays import MessageArrays, run_rows  # loads numpy
+    from slipstream.schedule.action_arrays import MessageArrays  # loads numpy
 
     order, arrays = validate(schedule), _arrays(schedule)
     seconds, actions = arrays.each(unit_seconds), [*chain.from_iterable(schedule.actions)]
-    ends = dict(zip(actions, arrays.ends(seconds, run_rows).tolist(), strict=True))
-    sender, user, _, posted, *_ = MessageArrays.placed(arrays, seconds, run_rows, ahead)
+    ends = dict(zip(actions, arrays.ends(seconds).tolist(), strict=True))
+    sender, user, _, posted, *_ = MessageArrays.placed(arrays, seconds, ahead=ahead)
     ranks = arrays.rank[user]
     places = zip(sender.tolist(), ranks.tolist(), (posted // 3 - arrays.firsts[ranks]).tolist(), strict=True)
     before = {actions[number]: place for number, *place in places}

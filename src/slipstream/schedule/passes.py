@@ -9,21 +9,19 @@ input layer, whose passes are E and EW).
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, field, replace
-from heapq import heappop, heappush
-from itertools import chain, pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Collection
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from slipstream.schedule.action import COMMUNICATION, VOCABULARY, Action, Op, ScheduleError
+from slipstream.schedule.action import COMMUNICATION, OPS, VOCABULARY, Action, Op, ScheduleError
 from slipstream.schedule.lowering import Seconds, unit_seconds
-from slipstream.schedule.rules import predecessors
 from slipstream.schedule.schedule import Schedule
 from slipstream.schedule.validation import validate
 
 if TYPE_CHECKING:
-    from slipstream.schedule.action_arrays import RowsRun
+    from slipstream.array_types import Flags, Floats, Ints
+    from slipstream.schedule.action_arrays import ActionArrays
+    from slipstream.schedule.sweep import HeadGaps
 
 
 def add_recompute(
@@ -31,7 +29,7 @@ def add_recompute(
     stages: Collection[int] | None = None,
     alive: int = 1,
     seconds: Seconds = unit_seconds,
-    run: RowsRun | None = None,
+    compiled: bool = False,
 ) -> Schedule:
     """Adds an R for the backwards of `stages` (default: all), as early as waiting time allows (GPipe section 2.3).
 
@@ -43,20 +41,20 @@ def add_recompute(
         rank 0  F0.0 F0.1 F0.2                B0.2----- R0.1 B0.1----- R0.0 B0.0-----
         rank 1       F0.0 F0.1 F0.2 B0.2----- R0.1 B0.1----- R0.0 B0.0-----
 
-    With `run`, the compiled `run_rows`, that does the work, and the schedule is taken to be valid: a named one is.
+    With `compiled`, compiled code does the work, and the schedule is taken to be valid: a named one is.
 
     Raises:
         ScheduleError: the schedule is not valid, or has communication or recomputation already.
     """
-    if run is None:
+    if not compiled:
         _check(schedule, Op.R)
     if alive < 1:
         raise ScheduleError(f"alive={alive}: a number of slices, 1 or more.")
-    from slipstream.schedule.action_arrays import ActionArrays, run_rows  # loads numpy
+    from slipstream.schedule.action_arrays import ActionArrays  # loads numpy
 
     chosen = range(schedule.num_stages) if stages is None else stages
     arrays = ActionArrays.of(schedule, alike=seconds is unit_seconds)
-    return arrays.with_recompute(chosen, alive, seconds, run or run_rows)
+    return arrays.with_recompute(chosen, alive, seconds, compiled)
 
 
 def add_offload(
@@ -64,7 +62,7 @@ def add_offload(
     share: float = 1.0,
     ahead: int = 1,
     seconds: Seconds = unit_seconds,
-    run: RowsRun | None = None,
+    compiled: bool = False,
 ) -> Schedule:
     """Moves the saved activations of a `share` of each rank's slices to the host between forward and backward.
 
@@ -74,19 +72,19 @@ def add_offload(
 
         F0.0 OFFLOAD0.0 F0.1 F0.2 B0.2 RELOAD0.0 B0.1 B0.0
 
-    With `run`, the compiled `run_rows`, that does the work, and the schedule is taken to be valid: a named one is.
+    With `compiled`, compiled code does the work, and the schedule is taken to be valid: a named one is.
 
     Raises:
         ScheduleError: the schedule is not valid, or has communication or offloading already.
     """
-    if run is None:
+    if not compiled:
         _check(schedule, Op.OFFLOAD)
     if not 0 <= share <= 1 or ahead < 0:
         raise ScheduleError(f"share={share}, ahead={ahead}: a share from 0 to 1, and 0 or more actions ahead.")
-    from slipstream.schedule.action_arrays import ActionArrays, run_rows  # loads numpy
+    from slipstream.schedule.action_arrays import ActionArrays  # loads numpy
 
     arrays = ActionArrays.of(schedule, alike=seconds is unit_seconds)
-    return arrays.with_offload(share, ahead, seconds, run or run_rows)
+    return arrays.with_offload(share, ahead, seconds, compiled)
 
 
 def in_flushes(schedule: Schedule, num_flushes: int) -> Schedule:
@@ -168,10 +166,7 @@ def spread_vocabulary(
     if not schedule.ops.isdisjoint(COMMUNICATION | VOCABULARY):
         raise ScheduleError(f"{schedule.name} has sends and receives, or V's, already: spread the vocabulary before.")
     wider = _with_vocabulary_last(schedule, embedding)
-    # Before other actions: never, from when their microbatch is through, or always.
-    runs = [_Run(wider, schedule, seconds, link, early) for early in ((False, False), (False, True), (True, True))]
-    rows = min((run.finished() for run in runs), key=lambda run: run.makespan).rows
-    return replace(schedule, actions=tuple(map(tuple, rows)))
+    return _shortest_filled(wider, schedule, seconds, link)
 
 
 def _with_forwards_ahead(schedule: Schedule, microbatches: int) -> Schedule:
@@ -186,6 +181,7 @@ def _with_forwards_ahead(schedule: Schedule, microbatches: int) -> Schedule:
     return replace(schedule, actions=tuple(rows))
 
 
+_MOST_INTERPRETED = 300  # actions whose order is found without loading what is compiled
 _ORDER = {Op.E: -1, Op.L: 0, Op.V: 2, Op.VW: 3, Op.EW: 4}
 _AHEAD = 2  # slices for each rank by which an E may be ahead of its F, and an EW behind its backward
 
@@ -204,138 +200,91 @@ def _with_vocabulary_last(schedule: Schedule, embedding: bool) -> Schedule:
     return replace(schedule, actions=tuple(rows))
 
 
-class _Ready(NamedTuple):
-    """An action that may start, in the order in which a rank takes those that may."""
+def _shortest_filled(wider: Schedule, schedule: Schedule, seconds: Seconds, link: Seconds) -> Schedule:
+    """Returns the new actions of `wider` in the gaps of `schedule`, whose own keep their order."""
+    import numpy as np
 
-    start: float
-    priority: int
-    order: int
-    action: Action
+    from slipstream.schedule.action_arrays import ActionArrays, sweeps
 
-
-class _Queue:
-    """The actions that a rank may run next: those whose inputs have arrived by priority, the others by when they do."""
-
-    def __init__(self) -> None:
-        self._arriving: list[_Ready] = []
-        self._there: list[tuple[int, int, Action]] = []
-        self._current: dict[Action, _Ready] = {}  # further entries of the two are of the past
-
-    def __len__(self) -> int:
-        return len(self._current)
-
-    def add(self, ready: _Ready) -> None:
-        self._current[ready.action] = ready
-        heappush(self._arriving, ready)
-
-    def remove(self, action: Action) -> None:
-        del self._current[action]
-
-    def first(self, free: float) -> _Ready | None:
-        """Returns the first action to start on a rank that is free from then on, and its start; None without one."""
-        while self._arriving and self._arriving[0].start <= free:
-            ready = heappop(self._arriving)
-            if self._current.get(ready.action) == ready:
-                heappush(self._there, ready[1:])
-        while self._there:
-            priority, order, action = self._there[0]
-            current = self._current.get(action)
-            if current is not None and current[1:] == self._there[0]:
-                return _Ready(free, priority, order, action)
-            heappop(self._there)
-        while self._arriving:
-            if self._current.get(self._arriving[0].action) == self._arriving[0]:
-                return self._arriving[0]
-            heappop(self._arriving)
-        return None
+    arrays = ActionArrays.of(wider, alike=seconds is unit_seconds)
+    durations, size = arrays.each(seconds), len(arrays.op)
+    graph = arrays.graph(durations, precedence=arrays.precedence.with_pairs(*_order_of_gaps(arrays, schedule)))
+    # Messages leave as soon as their action ends, and don't delay each other.
+    travels = arrays.each(link, among=np.flatnonzero(_is_sent(arrays)))
+    counts = graph.counts + np.array([0, len(arrays), 0, 0])
+    graph = graph._replace(channel=arrays.rank, link_seconds=travels, counts=counts)
+    fill = sweeps(compiled=size > _MOST_INTERPRETED).fill_gaps
+    best, found = np.inf, np.arange(0)
+    # Before other actions: never, from when their microbatch is through, or always.
+    for early in ((False, False), (False, True), (True, True)):
+        priority, gaps = _priorities(arrays, schedule, early)
+        order, start = fill(graph, priority, gaps)
+        if (makespan := float((start + durations).max())) < best:
+            best, found = makespan, np.concatenate(order.by_rank())
+    return arrays.only(found)
 
 
-@dataclass
-class _Run:
-    """Runs all ranks at the same time, each as soon as it can, and notes the actions of each."""
+def _is_sent(arrays: ActionArrays) -> Flags:
+    """Marks the actions whose results other ranks need."""
+    import numpy as np
 
-    wider: Schedule  # with the new actions somewhere
-    schedule: Schedule
-    seconds: Seconds
-    link: Seconds
-    early: tuple[bool, bool]  # whether a V is tried before other actions, once its microbatch is not or is through
-    makespan: float = 0
-    rows: list[list[Action]] = field(default_factory=list)
+    first_before, before, *_ = arrays.precedence
+    users = np.repeat(np.arange(len(arrays.op)), np.diff(first_before))
+    sent = np.zeros(len(arrays.op), np.bool_)
+    sent[before[arrays.rank[before] != arrays.rank[users]]] = True
+    return sent
 
-    def finished(self) -> _Run:
-        """Runs to the end: always the action that starts first, and of several the first by priority."""
-        num_ranks = self.schedule.num_ranks
-        self.rows = [[] for _ in range(num_ranks)]
-        self._ends: dict[Action, float] = {}
-        self._free: list[float] = [0] * num_ranks
-        self._before = {action: {*predecessors(action, self.wider)} for action in self.wider.positions}
-        self._before |= self._not_too_early()
-        for action, following in chain.from_iterable(map(pairwise, self.schedule.actions)):
-            self._before[following].add(action)
-        self._after = defaultdict(list)
-        for action, before in self._before.items():
-            for predecessor in before:
-                self._after[predecessor].append(action)
-        # the new ones that may start, with those of E's kind apart: which of them comes first depends on their number
-        self._queues = [(_Queue(), _Queue()) for _ in range(num_ranks)]
-        self._by_microbatch: dict[tuple[int, int], dict[Action, float]] = defaultdict(dict)  # of a rank, and since when
-        self._through: set[int] = set()  # microbatches that have gone through all stages
-        self._note(action for action, before in self._before.items() if not before)
-        while (chosen := min(self._choices(), default=None)) is not None:
-            start, _, rank, _, action = chosen
-            self._run(action, rank, start)
-        self.makespan = max(self._free)
-        return self
 
-    def _not_too_early(self) -> dict[Action, set[Action]]:
-        """Returns for each E the forward of the first stage after which it may run, so that few results wait there."""
-        ahead = _AHEAD * self.schedule.num_ranks
-        row = self.schedule.actions[self.schedule.placement[0]]
-        forwards = [action for action in row if action.op is Op.F and action.stage == 0]
-        pairs = zip(forwards, forwards[ahead:], strict=False)
-        stages = self.schedule.vocabulary_stages if self.wider.spreads_embedding else ()
-        return {later.with_op(Op.E)._replace(stage=g): {earlier} for earlier, later in pairs for g in stages}
+def _order_of_gaps(arrays: ActionArrays, schedule: Schedule) -> tuple[Ints, Ints]:
+    """Returns further pairs of actions of which the one comes before the other: of the order that is kept, and of each
+    E the forward of the first stage after which it may run, so that few results wait there."""
+    import numpy as np
 
-    def _choices(self) -> Iterator[tuple[float, int, int, int, Action]]:
-        """Yields each rank's candidates: start, priority, rank, order of slices, action."""
-        for rank, (others, gradients) in enumerate(self._queues):
-            has_many = len(gradients) > _AHEAD * self.schedule.num_ranks
-            if (first := others.first(self._free[rank])) is not None:
-                yield first.start, first.priority, rank, first.order, first.action
-            if (first := gradients.first(self._free[rank])) is not None:
-                yield first.start, 0 if has_many else first.priority, rank, first.order, first.action
+    kept = np.concatenate(
+        [np.arange(first, first + len(row) - 1) for first, row in zip(arrays.firsts, schedule.actions, strict=False)]
+    ).astype(np.int64)
+    forwards = np.flatnonzero(arrays.is_one_of(Op.F) & (arrays.stage == 0))
+    ahead = _AHEAD * len(arrays)
+    earlier, later = forwards[:-ahead], forwards[ahead:]
+    lookups = arrays.places(Op.E)[:, arrays.slices[later]]
+    is_there = lookups >= 0
+    limits = np.broadcast_to(earlier, lookups.shape)[is_there]
+    return np.concatenate([kept, limits]), np.concatenate([kept + 1, lookups[is_there]])
 
-    def _add(self, action: Action, rank: int, since: float) -> None:
-        """Puts an action into its queue, or to another place in it."""
-        is_through = action.microbatch in self._through
-        order = -action.slice if is_through else action.slice
-        if action.op is Op.E:
-            _, order = self.schedule.positions[Action(Op.F, 0, action.microbatch, action.slice)]
-        priority = 0 if action.op is Op.V and self.early[is_through] else _ORDER.get(action.op, 1)
-        self._queues[rank][action.op is Op.EW].add(_Ready(since, priority, order, action))
 
-    def _run(self, action: Action, rank: int, start: float) -> None:
-        self._free[rank] = self._ends[action] = start + self.seconds(action)
-        self._queues[rank][action.op is Op.EW].remove(action)
-        del self._by_microbatch[rank, action.microbatch][action]
-        self.rows[rank].append(action)
-        m, last = action.microbatch, self.schedule.num_stages - 1
-        if action == Action(Op.F, last, m, self.schedule.slice_counts[m] - 1):
-            self._through.add(action.microbatch)
-            for other_rank in range(self.schedule.num_ranks):
-                for ready, since in self._by_microbatch[other_rank, action.microbatch].items():
-                    self._add(ready, other_rank, since)
-        self._note(self._after[action])
+def _priorities(arrays: ActionArrays, schedule: Schedule, early: tuple[bool, bool]) -> tuple[Floats, HeadGaps]:
+    """Returns the priority of every action, and what changes it, where V's come before other actions, if they do, once
+    their microbatch is not, or is, through all stages."""
+    import numpy as np
 
-    def _note(self, actions: Iterable[Action]) -> None:
-        """Makes those of the actions ready for which all that must come before has run."""
-        for action in actions:
-            rank = self.schedule.placement[action.stage]
-            if action not in self._ends and self._before[action] <= self._ends.keys():
-                since = max((self._arrival(b, rank) for b in self._before[action]), default=0)
-                self._by_microbatch[rank, action.microbatch][action] = since
-                self._add(action, rank, since)
+    from slipstream.schedule.sweep import HeadGaps
 
-    def _arrival(self, before: Action, rank: int) -> float:
-        here = self.schedule.placement[before.stage] == rank
-        return self._ends[before] + (0 if here else self.link(before))
+    size, last = len(arrays.op), schedule.num_stages - 1
+    classes = np.array([_ORDER.get(op, 1) for op in OPS])[arrays.op]
+    # Of one class and order, the first by name.
+    names = np.argsort(np.argsort([*map(str, OPS)]))[arrays.op]
+    by_name = np.empty(size)
+    by_name[np.lexsort((arrays.slice, arrays.microbatch, arrays.stage, names))] = np.arange(size)
+    lookups, forwards = arrays.is_one_of(Op.E), arrays.places(Op.F)[0]
+    place = forwards[arrays.slices] - arrays.firsts[schedule.placement[0]]
+    most = int(max(place.max(), arrays.slice.max()))
+    unit = float((2 * most + 1) * size)
+
+    def priority(is_through: bool) -> Floats:
+        order = np.where(lookups, place, -arrays.slice if is_through else arrays.slice)
+        of_class = np.where(arrays.is_one_of(Op.V) & early[is_through], 0, classes)
+        together: Floats = of_class * unit + (order + most) * size + by_name
+        return together
+
+    ends = arrays.slice == np.array(schedule.slice_counts)[arrays.microbatch] - 1
+    gaps = HeadGaps(
+        unit=unit,
+        microbatch=arrays.microbatch,
+        ends_forwards=ends & arrays.is_one_of(Op.F) & (arrays.stage == last),
+        later=priority(True),
+        is_gradient=arrays.is_one_of(Op.EW),
+        num_gradients=np.zeros(len(arrays), np.int64),
+        most_gradients=_AHEAD * schedule.num_ranks,
+        gradient_class=float(_ORDER[Op.EW]),
+    )
+    return priority(False), gaps

@@ -15,4 +15,4 @@ from slipstream.simulator.costs import (
     result_seconds,
     table_of,
 )
-from slipstream.simulator.simulation import memory_of, rank_memory, simulate
+from slipstream.simulator.simulation import activation_peaks, memory_of, rank_memory, simulate, step_seconds

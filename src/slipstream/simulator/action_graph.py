@@ -2,55 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 
-from slipstream.array_types import Flags, Floats, Ints
+from slipstream.array_types import Floats
 from slipstream.schedule import Action, Op
 from slipstream.schedule.action_arrays import ActionArrays
-from slipstream.simulator.costs import CostModel
-
-
-class ActionGraph(NamedTuple):
-    """The arrays that compiled functions read; most have one entry per action number."""
-
-    seconds: Floats
-    exists: Flags  # False for the weight gradients of whole backwards
-    rank: Ints
-    chain: Ints  # the slices of a microbatch that attend to each other, in the order of admission
-    channel: Ints  # the channel that carries the result; -1 where it stays on its rank; after these the ranks' copies
-    link_seconds: Floats
-    link_occupied: Floats
-    acquired: Floats  # bytes allocated at the action's start
-    released: Floats  # bytes freed at its end
-    first_before: Ints  # the actions before number n are before[first_before[n] : first_before[n + 1]]
-    before: Ints
-    first_after: Ints
-    after: Ints
-    limits: Floats  # bytes per rank
-    counts: Ints  # of ranks, channels, chains, and actions of the busiest rank with all backwards split
-
-
-class ActionOrder(NamedTuple):
-    """The order of each rank's action numbers: rank r runs rows[r, : lengths[r]]."""
-
-    rows: Ints
-    lengths: Ints
-
-    @classmethod
-    def of(cls, rows: Sequence[Sequence[int] | Ints], longest: int) -> ActionOrder:
-        """Returns the order of these rows, with room for `longest` actions on each rank."""
-        numbers = np.zeros((len(rows), longest), np.int64)
-        for rank, row in enumerate(rows):
-            numbers[rank, : len(row)] = row
-        return cls(numbers, np.array([len(row) for row in rows]))
-
-    def by_rank(self) -> list[Ints]:
-        """Returns the action numbers of each rank, in order."""
-        return [row[:length] for row, length in zip(self.rows, self.lengths, strict=True)]
+from slipstream.schedule.sweep import ActionGraph, ActionOrder
+from slipstream.simulator.costs import CostModel, result_seconds
 
 
 def timed(arrays: ActionArrays, cost: CostModel) -> tuple[ActionGraph, ActionOrder]:
@@ -89,3 +50,17 @@ def timed(arrays: ActionArrays, cost: CostModel) -> tuple[ActionGraph, ActionOrd
         counts=np.array([len(rows), len(lines[0]), arrays.schedule.num_microbatches, longest]),
     )
     return graph, ActionOrder.of(rows, longest)
+
+
+def result_delays(arrays: ActionArrays, graph: ActionGraph, cost: CostModel) -> Floats:
+    """Returns of each entry of `graph.after` the seconds after which a result of a spread head is on the other rank; -1
+    where it isn't one."""
+    (different, like), size = arrays.kinds, len(arrays.op)
+    senders, users = np.repeat(np.arange(size), np.diff(graph.first_after)), graph.after
+    among = np.flatnonzero((arrays.rank[senders] != arrays.rank[users]) & (arrays.producer[users] != senders))
+    ends = np.stack([like[senders[among]], arrays.rank[senders[among]], arrays.rank[users[among]]])
+    kinds, of_kind = np.unique(ends, axis=1, return_inverse=True)
+    seconds = np.array([result_seconds(cost, different[kind], *ranks) for kind, *ranks in kinds.T.tolist()], float)
+    delays = np.full(len(users), -1.0)
+    delays[among] = seconds[of_kind]
+    return delays

@@ -232,9 +232,7 @@ class OrderBytes:
         """The messages between stages, of an order that isn't lowered at the moments that lowering would give them."""
         if self.lowered is not None:
             return MessageArrays.of(self.arrays, self.lowered)
-        from slipstream.simulator.time_kernel import run_rows  # loads numba
-
-        return MessageArrays.placed(self.arrays, self.arrays.each(unit_seconds), run_rows)
+        return MessageArrays.placed(self.arrays, self.arrays.each(unit_seconds), compiled=True)
 
     @cached_property
     def _sent_after(self) -> Ints:

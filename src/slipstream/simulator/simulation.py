@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from slipstream.schedule import (
@@ -14,8 +15,17 @@ from slipstream.schedule import (
     predecessors,
     running_order,
     sending,
+    without_communication,
 )
-from slipstream.simulator.costs import CostModel, MemoryTables, RankMemory, activation_step, result_seconds
+from slipstream.simulator.costs import (
+    CostModel,
+    MemoryTables,
+    RankMemory,
+    TableCost,
+    UnitCost,
+    activation_step,
+    result_seconds,
+)
 from slipstream.timeline import Span, Timeline
 
 if TYPE_CHECKING:
@@ -78,18 +88,64 @@ def rank_memory(schedule: Schedule, rank: int, tables: MemoryTables) -> RankMemo
 
 
 def end_times(arrays: ActionArrays, cost: CostModel) -> tuple[Floats, Floats]:
-    """Returns when every action of a schedule ends, as `simulate` has it, and how long it takes."""
+    """Returns when every action of a valid schedule ends, as `simulate` has it, and how long it takes.
+
+    The schedule has no sends and receives. Of one whose ranks get stuck, an action that never starts ends before 0.
+    """
     import numpy as np
 
-    if arrays.schedule.spreads_vocabulary:  # results go to several ranks, which aren't equally far
-        spans = {span.action: span for span in simulate(arrays.schedule, cost).spans}
-        mine = [spans[action] for row in arrays.schedule.actions for action in row]
-        return np.array([span.end for span in mine], float), np.array([span.seconds for span in mine], float)
-    from slipstream.simulator.action_graph import timed
-    from slipstream.simulator.time_kernel import start_times  # loads numba
+    from slipstream.schedule.compiled_sweep import delayed_start_times, start_times  # loads numba
+    from slipstream.simulator.action_graph import result_delays, timed
 
     graph, order = timed(arrays, cost)
-    return start_times(graph, order) + graph.seconds, graph.seconds
+    if arrays.schedule.spreads_vocabulary:  # results go to several ranks, which aren't equally far
+        start = delayed_start_times(graph, order, result_delays(arrays, graph, cost))
+    else:
+        start = start_times(graph, order)
+    return np.where(start < 0, start, start + graph.seconds), graph.seconds
+
+
+def step_seconds(schedule: Schedule, cost: CostModel) -> float:
+    """Returns the makespan that `simulate` has, to rounding, in a small part of its time: what a search compares.
+
+    Raises ScheduleError where the ranks get stuck.
+    """
+    if schedule.is_lowered:  # a message leaves when both ends are posted
+        return float(simulate(schedule, cost).makespan)
+    ends, _ = end_times(_arrays(schedule, cost), cost)
+    if ends.min() < 0:
+        simulate(schedule, cost)  # says which ranks wait for each other
+    return float(ends.max())
+
+
+def activation_peaks(schedule: Schedule, cost: CostModel) -> list[float]:
+    """Returns the most bytes of activations that each rank holds, as `simulate` counts them: a matter of the order."""
+    import numpy as np
+
+    from slipstream.simulator.memory_account import row_peaks
+
+    arrays = _arrays(without_communication(schedule), cost)
+    trains = np.array([schedule.trains(stage) for stage in range(schedule.num_stages)])[arrays.stage]
+
+    def of_slices(value: Callable[[Action], float]) -> Floats:
+        return arrays.each(lambda action: value(action.with_op(Op.F)), among=trains)
+
+    whole = of_slices(cost.activation_bytes)
+    kept = np.where(arrays.has(Op.R), of_slices(cost.kept_bytes), whole)
+
+    def of(sizes: Floats, *ops: Op) -> Floats:
+        chosen: Floats = sizes * (arrays.is_one_of(*ops) & trains)
+        return chosen
+
+    taken = of(kept, Op.F, Op.RELOAD) + of(whole - kept, Op.R)
+    freed = of(whole, Op.B, Op.W) + of(kept, Op.OFFLOAD)
+    return [float(most) for most in row_peaks(arrays.firsts, taken, np.zeros_like(taken), freed)]
+
+
+def _arrays(schedule: Schedule, cost: CostModel) -> ActionArrays:
+    from slipstream.schedule.action_arrays import ActionArrays  # loads numpy
+
+    return ActionArrays.of(schedule, alike=isinstance(cost, TableCost | UnitCost))
 
 
 def _steps(rank: RankMemory, spans: dict[Action, Span]) -> list[tuple[float, float]]:

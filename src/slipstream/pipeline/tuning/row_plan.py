@@ -20,7 +20,7 @@ from slipstream.cost.fit import fit_relative
 from slipstream.errors import SlipstreamError
 from slipstream.planner.ragged import StageRates
 from slipstream.schedule import Op, Schedule, SliceCounts, in_flushes, join_backwards, slice_lengths, split_backwards
-from slipstream.simulator import TableCost, simulate
+from slipstream.simulator import TableCost, activation_peaks, step_seconds
 from slipstream.timeline import Timeline
 
 _GRANULARITY = 64  # tokens: matrix products like multiples of it
@@ -109,7 +109,7 @@ def find_row_plan(problem: RowProblem, rates: StageRates, room: Sequence[float] 
 def frugal_plan(problem: RowProblem, rates: StageRates, slices: tuple[int, ...]) -> RowPlan:
     """Returns the plan in these slices that holds least."""
     schedule = problem.frugal(slices)
-    return RowPlan(schedule, slices, simulate(schedule, cost_of(rates, slices)).makespan)
+    return RowPlan(schedule, slices, step_seconds(schedule, cost_of(rates, slices)))
 
 
 class _RowSearch:
@@ -132,7 +132,7 @@ class _RowSearch:
             for most in _MOST_SLICES:
                 limits: dict[str, int] = {"max_slices": most, "max_simulations": simulations}
                 tried.add(tuple(slice_for_schedule(self._started, problem.length, granularity=step, **limits).slices))
-        return sorted(tried, key=lambda slices: (simulate(*self._started(slices)).makespan, slices))[:_ORDERED]
+        return sorted(tried, key=lambda slices: (step_seconds(*self._started(slices)), slices))[:_ORDERED]
 
     def _started(self, slices: tuple[int, ...]) -> tuple[Schedule, TableCost]:
         return self._problem.start(slices), cost_of(self._rates, slices)
@@ -149,10 +149,9 @@ class _RowSearch:
                 schedule = find_order(*counts, cost, memory_limit=self._room, split=problem.splits, effort=effort)
             except SlipstreamError:  # no room for one microbatch
                 return None
-        timeline = simulate(schedule, cost)
-        held = zip(timeline.peak_memory, self._room or [inf] * schedule.num_ranks, strict=True)
+        held = zip(activation_peaks(schedule, cost), self._room or [inf] * schedule.num_ranks, strict=True)
         fits = all(peak <= room * (1 + 1e-9) for peak, room in held)
-        return RowPlan(schedule, slices, timeline.makespan) if fits else None
+        return RowPlan(schedule, slices, step_seconds(schedule, cost)) if fits else None
 
 
 def cost_of(rates: StageRates, slices: Sequence[int]) -> TableCost:

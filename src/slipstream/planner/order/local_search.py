@@ -6,8 +6,8 @@ import numpy as np
 
 from slipstream.array_types import Flags, Floats, Ints
 from slipstream.numba_jit import compiled, compiled_in_place
-from slipstream.simulator.action_graph import ActionGraph, ActionOrder
-from slipstream.simulator.time_kernel import makespan, peak, start_times
+from slipstream.schedule.compiled_sweep import makespan, peak, start_times
+from slipstream.schedule.sweep import ActionGraph, ActionOrder
 
 _NEVER = np.inf
 _SPLIT, _SWAP = 0.3, 0.6  # how often a whole backward is split, and how often only neighbours are swapped

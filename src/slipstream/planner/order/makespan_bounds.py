@@ -17,7 +17,7 @@ from slipstream.array_types import Floats, Ints
 from slipstream.numba_jit import compiled, compiled_in_place
 from slipstream.planner.order.ordering_problem import OrderingProblem
 from slipstream.schedule import Op
-from slipstream.simulator.action_graph import ActionGraph
+from slipstream.schedule.sweep import ActionGraph
 
 
 def makespan_bound(problem: OrderingProblem) -> float:

@@ -15,9 +15,9 @@ from slipstream.planner.order.local_search import anneal
 from slipstream.planner.order.makespan_bounds import makespan_bound
 from slipstream.planner.order.ordering_problem import ROUNDING, OrderingProblem
 from slipstream.schedule import SCHEDULES, Op, Schedule, SliceCounts, make_schedule, split_backwards
+from slipstream.schedule.compiled_sweep import makespan, start_times
+from slipstream.schedule.sweep import ActionOrder
 from slipstream.simulator import CostModel
-from slipstream.simulator.action_graph import ActionOrder
-from slipstream.simulator.time_kernel import makespan, start_times
 
 _MAX_TRIALS, _MAX_STEPS, _MAX_JOINS = 400, 15_000, 64  # enough for small problems, whatever effort is left
 _HEATS = (0.005, 0.001)

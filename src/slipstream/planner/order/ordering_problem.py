@@ -19,8 +19,8 @@ from slipstream.schedule import Action, Op, Schedule, SliceCounts, channel, send
 from slipstream.schedule.action import NUMBERS
 from slipstream.schedule.action_arrays import ActionArrays
 from slipstream.schedule.schedule import ActionRows
+from slipstream.schedule.sweep import ActionGraph, ActionOrder
 from slipstream.simulator import CostModel, TableCost, UnitCost
-from slipstream.simulator.action_graph import ActionGraph, ActionOrder
 
 ROUNDING = 1e-9  # bytes and times are sums of floats
 _OPS = Op.F, Op.B, Op.I, Op.W

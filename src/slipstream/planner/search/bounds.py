@@ -114,10 +114,8 @@ def working_memory() -> Iterator[None]:
 
 def with_savings(schedule: Schedule, recompute: bool, offload: float) -> ActionArrays:
     """Returns a valid schedule of compute actions with R, and with OFFLOAD and RELOAD for a share of the slices."""
-    from slipstream.simulator.time_kernel import run_rows  # loads numba
-
-    schedule = add_recompute(schedule, run=run_rows) if recompute else schedule
-    return ActionArrays.of(add_offload(schedule, offload, run=run_rows) if offload else schedule)
+    schedule = add_recompute(schedule, compiled=True) if recompute else schedule
+    return ActionArrays.of(add_offload(schedule, offload, compiled=True) if offload else schedule)
 
 
 @dataclass(frozen=True, eq=False)
