@@ -9,7 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.errors import SlipstreamError
-from slipstream.schedule import Action, Op, Schedule, ScheduleError, gpipe, make_schedule
+from slipstream.schedule import (
+    Action,
+    Op,
+    Schedule,
+    ScheduleError,
+    forward_only,
+    freeze_stages,
+    gpipe,
+    make_schedule,
+    validate,
+)
 
 numbers = st.integers(0, 10**6)
 slice_actions = st.builds(
@@ -82,6 +92,33 @@ def test_the_text_of_a_ragged_schedule_has_each_count() -> None:
     assert schedule.num_slices == 3
     assert schedule.is_ragged
     assert "slices: 2\n" in str(make_schedule("1f1b", 2, 3, [2, 2, 2]))
+
+
+def test_frozen_stages_follow_from_the_backwards_whether_the_text_says_how_many_or_not() -> None:
+    """Older texts do."""
+    frozen = freeze_stages(gpipe(3, 1, 2), 2)
+    assert frozen.num_frozen_stages == 2
+    assert [frozen.trains(stage) for stage in range(3)] == [False, False, True]
+    text = str(frozen)
+    assert "frozen" not in text
+    older = text.replace("slices: 2", "slices: 2\nfrozen stages: 2")
+    assert Schedule.parse(text) == Schedule.parse(older) == frozen
+    validate(Schedule.parse(older))
+    with pytest.raises(ScheduleError, match=r"'frozen stages: 1' doesn't fit .* the first stage with a backward is 2"):
+        Schedule.parse(older.replace("stages: 2", "stages: 1"))
+    evaluation = forward_only(frozen)
+    assert Schedule.parse(str(evaluation).replace("slices: 2", "slices: 2\nfrozen stages: 2")) == evaluation
+    assert evaluation.num_frozen_stages == 0
+    gap = without_last_backwards(frozen)
+    with pytest.raises(ScheduleError, match="Stage 1, microbatch 0, slice 0 has F; it needs F and B"):
+        validate(gap)
+
+
+def without_last_backwards(schedule: Schedule) -> Schedule:
+    """A stage in the middle has no backwards, one before it has."""
+    backwards = (Action(Op.B, 0, 0, 1), Action(Op.B, 0, 0, 0))
+    first, *rest = schedule.actions
+    return replace(schedule, actions=((*first, *backwards), *rest))
 
 
 def test_rows_of_numbers_are_what_a_user_would_write() -> None:

@@ -62,7 +62,7 @@ class Precedence(NamedTuple):
             stage: of each.
             microbatch: of each.
             index: the slice of each.
-            shape: a schedule with the placement, reach, slice counts and frozen stages; its order doesn't count.
+            shape: a schedule with the placement, reach and slice counts; its order doesn't count.
         """
         begins = [*accumulate(shape.slice_counts, initial=0)]
         slices, place = np.array(begins)[microbatch] + index, op * shape.num_stages + stage
@@ -77,7 +77,7 @@ class Precedence(NamedTuple):
                 alike.setdefault((tuple(actions[low:high]), i - low, reach), []).append(i)
         pairs = []
         for key, members in alike.items():
-            before_slice, before, after = _before_slice(shape.placement, shape.num_frozen_stages, *key)
+            before_slice, before, after = _before_slice(shape.placement, *key)
             rows = np.array(members)[:, None]
             pairs.append((order[firsts[rows + before_slice] + before].ravel(), order[firsts[rows] + after].ravel()))
         before, after = (np.concatenate(side) for side in zip(*pairs, strict=True))
@@ -101,11 +101,11 @@ class Precedence(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _before_slice(
-    placement: tuple[int, ...], num_frozen: int, places: tuple[bytes, ...], index: int, reach: tuple[int, ...] | None
+    placement: tuple[int, ...], places: tuple[bytes, ...], index: int, reach: tuple[int, ...] | None
 ) -> tuple[Ints, Ints, Ints]:
     """Returns the pairs of actions of which the one comes before the other, which is of slice `index`: how many slices
     later the first one's is, and the two by their places in their slices."""
-    schedule, numbers = _of_slices(placement, num_frozen, places, reach)
+    schedule, numbers = _of_slices(placement, places, reach)
     pairs = [
         (before, action) for action in numbers if action.slice == index for before in predecessors(action, schedule)
     ]
@@ -118,7 +118,7 @@ def _before_slice(
 
 @lru_cache(maxsize=8)
 def _of_slices(
-    placement: tuple[int, ...], num_frozen: int, places: tuple[bytes, ...], reach: tuple[int, ...] | None
+    placement: tuple[int, ...], places: tuple[bytes, ...], reach: tuple[int, ...] | None
 ) -> tuple[Schedule, dict[Action, int]]:
     """Returns a schedule of a microbatch with these actions in its slices, and the place of each in its slice."""
     numbers = {
@@ -128,7 +128,7 @@ def _of_slices(
     }
     # The rules ask which actions there are, not in whose row.
     rows, reaches = (tuple(numbers), *[()] * max(placement)), None if reach is None else (reach,)
-    return Schedule("rules", rows, placement, 1, len(places), reaches, (), num_frozen), numbers
+    return Schedule("rules", rows, placement, 1, len(places), reaches), numbers
 
 
 class ContextMarks(NamedTuple):

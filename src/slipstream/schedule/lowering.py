@@ -59,7 +59,11 @@ def freeze_stages(schedule: Schedule, number: int) -> Schedule:
     rank 1       F0.0 F0.1                 (no B)
     rank 2            F0.0 F0.1 B0.1 B0.0
     """
-    arrays = _arrays(replace(schedule, num_frozen_stages=number))
+    if not 0 <= number < schedule.num_stages:
+        raise ScheduleError(
+            f"{schedule.name} has {number} frozen stages of {schedule.num_stages}; at least the last one has backwards."
+        )
+    arrays = _arrays(schedule)
     backward = arrays.is_one_of(*BACKWARDS, Op.R, Op.OFFLOAD, Op.RELOAD, Op.REDUCE_GRAD)
     return arrays.only(~backward | (arrays.stage >= number))
 

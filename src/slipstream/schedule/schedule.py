@@ -43,6 +43,13 @@ class ActionRows(Sequence[tuple[Action, ...]]):
         """The op, stage, microbatch and slice of every action."""
         return self.op, self.stage, self.microbatch, self.slice
 
+    @property
+    def occurring(self) -> frozenset[tuple[Op, int]]:
+        """The (op, stage) of all actions."""
+        num_stages = int(self.stage.max(initial=0)) + 1
+        numbers = {*(self.op * num_stages + self.stage).tolist()}
+        return frozenset((OPS[number // num_stages], number % num_stages) for number in numbers)
+
     @cached_property
     def _rows(self) -> tuple[tuple[Action, ...], ...]:
         ops, *places = (column.tolist() for column in self.columns)
@@ -78,8 +85,6 @@ class Schedule:
         slice_counts: where microbatches differ, the token slices of each; not given: all have `num_slices`.
         reach: `reach[microbatch][i]` is the first slice that slice i attends to (documents and sliding windows
             shorten it); None means that every slice attends to all earlier ones.
-        num_frozen_stages: the first stages, with all weights frozen: they have forwards alone, and no gradient is
-            sent to them.
 
     Raises:
         ScheduleError: the counts, the placement and the reach do not fit together.
@@ -92,7 +97,6 @@ class Schedule:
     num_slices: int
     reach: tuple[tuple[int, ...], ...] | None = None
     slice_counts: tuple[int, ...] = ()
-    num_frozen_stages: int = 0
 
     def __post_init__(self) -> None:
         if not self.name or len(self.name.splitlines()) != 1 or self.name.strip() != self.name:
@@ -102,11 +106,6 @@ class Schedule:
             rule = "A schedule needs at least one stage, rank, microbatch and slice"
             raise ScheduleError(f"{rule}, but {self.name} has {', '.join(map(str, counts))}.")
         self._check_slice_counts()
-        if not 0 <= self.num_frozen_stages < self.num_stages:
-            raise ScheduleError(
-                f"{self.name} has {self.num_frozen_stages} frozen stages of {self.num_stages}; at least the last one "
-                "has backwards."
-            )
         for stage, rank in enumerate(self.placement):
             if not 0 <= rank < self.num_ranks:
                 raise ScheduleError(f"Stage {stage} is placed on rank {rank}; the ranks are 0 to {self.num_ranks - 1}.")
@@ -167,9 +166,7 @@ class Schedule:
     def kinds(self) -> frozenset[tuple[Op, int]]:
         """The (op, stage) that occur."""
         if isinstance(rows := self.actions, ActionRows):
-            return frozenset(
-                (OPS[op], stage) for op, stage in {*zip(rows.op.tolist(), rows.stage.tolist(), strict=True)}
-            )
+            return rows.occurring
         return frozenset(action[:2] for row in rows for action in row)
 
     @cached_property
@@ -202,6 +199,11 @@ class Schedule:
         """Whether there is any backward; evaluation runs forwards only."""
         return not self.ops.isdisjoint(BACKWARDS)
 
+    @cached_property
+    def num_frozen_stages(self) -> int:
+        """The first stages, which have forwards alone, as their weights are frozen: no gradient is sent to them."""
+        return min((stage for op, stage in self.kinds if op in BACKWARDS), default=0)
+
     def trains(self, stage: int) -> bool:
         """Returns whether a stage has backwards."""
         return self.has_backward and stage >= self.num_frozen_stages
@@ -215,14 +217,16 @@ class Schedule:
         fields: dict[str, Iterable[object]] = {"schedule": [self.name], "placement": self.placement}
         slices = self.slice_counts if self.is_ragged else [self.num_slices]
         fields |= {"microbatches": [self.num_microbatches], "slices": slices}
-        fields |= {"frozen stages": [self.num_frozen_stages]} if self.num_frozen_stages else {}
         fields |= {f"reach {m}": row for m, row in enumerate(self.reach or ())}
         fields |= {f"rank {rank}": map(self.text, row) for rank, row in enumerate(self.actions)}
         return "\n".join(f"{key}: {' '.join(map(str, words))}".rstrip() for key, words in fields.items())
 
     @classmethod
     def parse(cls, text: str) -> Schedule:
-        """Reads the text form back. Unknown, missing and repeated lines raise ScheduleError."""
+        """Reads the text form back. Unknown, missing and repeated lines raise ScheduleError.
+
+        Older texts have a line `frozen stages: 1`, which now follows from the actions.
+        """
         fields = _fields(text)
         reach = [key for key in fields if key.startswith("reach ")]
         ranks = [key for key in fields if key.startswith("rank ")]
@@ -235,7 +239,7 @@ class Schedule:
                 "placement, microbatches, slices, reach 0, reach 1, ... (or no reach), rank 0, rank 1, ..."
             )
         slices = _numbers("slices", fields)
-        return cls(
+        schedule = cls(
             name=fields["schedule"],
             actions=tuple(_actions(key, fields) for key in ranks),
             placement=_numbers("placement", fields),
@@ -243,8 +247,14 @@ class Schedule:
             num_slices=max(slices),
             reach=tuple(_numbers(key, fields) for key in reach) or None,
             slice_counts=slices if len(slices) > 1 else (),
-            num_frozen_stages=_numbers("frozen stages", fields, single=True)[0] if frozen else 0,
         )
+        said = _numbers("frozen stages", fields, single=True)[0] if frozen else schedule.num_frozen_stages
+        if schedule.has_backward and said != schedule.num_frozen_stages:
+            raise ScheduleError(
+                f"'frozen stages: {said}' doesn't fit the actions: the first stage with a backward is "
+                f"{schedule.num_frozen_stages}. Leave the line out."
+            )
+        return schedule
 
 
 _EXAMPLES = {"slices": "4' for all microbatches, or 'slices: 3 1 2"}

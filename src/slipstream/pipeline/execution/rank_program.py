@@ -49,7 +49,7 @@ def _step(action: Action, schedule: Schedule, rank: int) -> ProgramStep:
     g, m, i = key = key_of(action)
     is_forward = action.op is Op.F
     to = g + 1 if is_forward else g - 1
-    gets_result = to < schedule.num_stages if is_forward else to >= schedule.num_frozen_stages
+    gets_result = to < schedule.num_stages if is_forward else schedule.trains(to)
     return ProgramStep(
         action=action,
         key=key,

@@ -281,10 +281,10 @@ def alone(like: StageSlice, split: bool, schedule: Schedule, num_slices: int) ->
     """
     placement = _apart(like.stage, schedule) if schedule.spreads_vocabulary else tuple(range(schedule.num_stages))
     last, has_rows = len(placement) - 1, schedule.spreads_vocabulary and like.stage in schedule.vocabulary_stages
-    embeds, rank_here = schedule.spreads_embedding, placement[like.stage]
+    embeds, rank_here, trains = schedule.spreads_embedding, placement[like.stage], schedule.trains
     rows: list[list[Action]] = [[] for _ in range(max(placement) + 1)]
     for microbatch in range(2):
-        parts = last, num_slices, has_rows, has_rows and embeds, schedule.num_frozen_stages
+        parts = last, num_slices, has_rows, has_rows and embeds, trains
         rows[rank_here] += _microbatch(like, split, microbatch, *parts)
         if has_rows or (embeds and like.stage == 0):
             for rank, stage in {placement[g]: g for g in range(last + 1)}.items():  # the last of each rank
@@ -292,16 +292,15 @@ def alone(like: StageSlice, split: bool, schedule: Schedule, num_slices: int) ->
                     rows[rank] += _sending(stage, microbatch, last, num_slices, embeds)
         if has_rows and embeds and like.stage > 0:
             rows[placement[0]] += (Action(Op.B, 0, microbatch, index) for index in reversed(range(num_slices)))
-    if like.stage < schedule.num_frozen_stages and len(rows) > 1:  # others say that it is a step, not an evaluation
-        rows[(rank_here + 1) % len(rows)].append(Action(Op.B, last, 0, 0))
-    frozen = schedule.num_frozen_stages
+    first_trained = schedule.num_frozen_stages
+    if like.stage != first_trained and not (has_rows and embeds):  # its backward says to which stages gradients go
+        rows[placement[first_trained]].append(Action(Op.B, first_trained, 0, 0))
     return Schedule(
         "rehearsal",
         tuple(map(tuple, rows)),
         placement,
         num_microbatches=2,
         num_slices=num_slices,
-        num_frozen_stages=frozen,
     )
 
 
@@ -333,10 +332,10 @@ def _microbatch(
     num_slices: int,
     has_rows: bool,
     looks_up: bool,
-    num_frozen: int,
+    trains: Callable[[int], bool],
 ) -> Iterator[Action]:
     """Yields the forwards, then the backwards in reverse, each with the actions that go with it."""
-    not_first, not_last, trains = like.stage > 0, like.stage < last, like.stage >= num_frozen
+    not_first, not_last = like.stage > 0, like.stage < last
     forward = [
         (Op.E, looks_up),
         (Op.RECV_F, not_first),
@@ -348,9 +347,9 @@ def _microbatch(
         (Op.L, has_rows and not not_last),
         (Op.RELOAD, like.offloaded),
         (Op.R, like.recomputed),
-        (Op.RECV_B, not_last and trains),
-        (Op.I if split else Op.B, trains),
-        (Op.SEND_B, like.stage > num_frozen),
+        (Op.RECV_B, not_last and trains(like.stage)),
+        (Op.I if split else Op.B, trains(like.stage)),
+        (Op.SEND_B, not_first and trains(like.stage - 1)),
         (Op.W, split),
         (Op.VW, has_rows),
         (Op.EW, looks_up),
