@@ -15,11 +15,22 @@ from typing import Any
 import pytest
 
 from slipstream.errors import SlipstreamError
-from slipstream.schedule import Action, Op, Schedule, add_communication, forward_only, gpipe, make_schedule, one_f_one_b
+from slipstream.schedule import (
+    OPERATIONS,
+    Action,
+    Op,
+    Schedule,
+    add_communication,
+    forward_only,
+    gpipe,
+    make_schedule,
+    one_f_one_b,
+)
 from slipstream.simulator import simulate
 from slipstream.simulator.costs import UnitCost
 from slipstream.timeline import Span, Timeline, chrome_trace, draw_timelines, find_waits, load_trace, save_trace
 from slipstream.timeline import picture as palette
+from support.pictures import drawn_text
 
 
 def timeline_of(*texts: str, num_ranks: int = 1, name: str = "") -> Timeline:
@@ -209,11 +220,6 @@ def test_a_picture_of_another_kind_is_refused(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["picture.pdf"]
 
 
-def drawn_text(path: Path) -> set[str]:
-    """Everything that is written on an SVG picture; matplotlib leaves it as a comment above the letters' shapes."""
-    return set(re.findall(r"<!-- (.*?) -->", path.read_text(encoding="utf-8")))
-
-
 PLAIN = {"forward", "backward", "not yet fed (fill)", "another rank computes", "nothing left (drain)"}
 SPLIT = {"input gradient", "weight gradient", "message on its way", "message", "stripe: the rank's stages, in order"}
 COPIES = {"forward", "backward", "recompute", "copy to or from host", "executor", "offload", "reload"}
@@ -234,9 +240,10 @@ COPIES = {"forward", "backward", "recompute", "copy to or from host", "executor"
 def test_a_pictures_legend_names_what_is_on_it_and_nothing_else(
     timeline: Timeline, names: set[str], tmp_path: Path
 ) -> None:
-    named = [word for word, *_ in (*palette.WORK.values(), *palette.IDLE.values())]
+    named = [operation.label for operation in OPERATIONS.values() if operation.label]
+    named += [word for word, _ in palette.IDLE.values()]
     draw_timelines(tmp_path / "picture.svg", timeline)
-    legend = {*named, *palette.TRANSFERS, "stripe: the rank's stages, in order"}
+    legend = {*named, *palette.transfers_by_name(), "stripe: the rank's stages, in order"}
     assert drawn_text(tmp_path / "picture.svg") & legend == names
 
 

@@ -37,7 +37,20 @@ from slipstream.schedule.lowering import (
     without_communication,
 )
 from slipstream.schedule.passes import add_offload, add_recompute, in_flushes, spread_vocabulary
-from slipstream.schedule.rules import awaited_send, gradients_before, input_gradient, predecessors, report_wait, sending
+from slipstream.schedule.rules import (
+    OPERATIONS,
+    Held,
+    Lane,
+    Operation,
+    add_operation,
+    awaited_send,
+    gradients_before,
+    input_gradient,
+    operations_on,
+    predecessors,
+    report_wait,
+    sending,
+)
 from slipstream.schedule.schedule import (
     Schedule,
     SliceCounts,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from enum import StrEnum
-from typing import NamedTuple
+from collections.abc import Iterator
+from functools import cache
+from typing import ClassVar, NamedTuple
 
 from slipstream.errors import SlipstreamError
 
@@ -13,37 +14,88 @@ class ScheduleError(SlipstreamError):
     """An error in a schedule or its text; the message names the action and the rule that it breaks."""
 
 
-class Op(StrEnum):
-    """The operation of an action. The letters are PyTorch's; zero-bubble papers call B, I and W: BW, B and W."""
+NUMBER = "(0|[1-9][0-9]*)"  # as a regular expression
 
-    F = "F"
-    B = "B"  # whole backward
-    I = "I"  # noqa: E741  gradient of the input only
-    W = "W"  # gradient of the weights, after I
-    R = "R"  # recompute the tensors that F did not keep
-    SEND_F = "SEND_F"  # this stage's output, to the next stage
-    RECV_F = "RECV_F"  # this stage's input, from the stage before
-    SEND_B = "SEND_B"  # the gradient of this stage's input, to the stage before
-    RECV_B = "RECV_B"  # the gradient of this stage's output, from the next stage
-    OFFLOAD = "OFFLOAD"
-    RELOAD = "RELOAD"
-    REDUCE_GRAD = "REDUCE_GRAD"
-    V = "V"  # this rank's rows of the head: logits, their softmax, and its part of the head's input gradient
-    L = "L"  # the loss and the head's whole input gradient, from the V's of all ranks
-    VW = "VW"  # the weight gradient of this rank's rows of the head, after L
-    E = "E"  # this rank's rows of an embedding that is tied to the head: their part of the first stage's input
-    EW = "EW"  # their gradient, after the first stage's backward
 
+class _Table(type):
+    """Lets the class of operations be iterated over, as enumerations are."""
+
+    def __iter__(cls) -> Iterator[Op]:
+        return iter(OPS)
+
+    def __len__(cls) -> int:
+        return len(OPS)
+
+
+class Op(str, metaclass=_Table):
+    """The operation of an action. The letters are PyTorch's; zero-bubble papers call B, I and W: BW, B and W.
+
+    There is one object of each, also after pickling. `add_operation` adds further ones to the table.
+    """
+
+    __slots__ = ()
+
+    F: ClassVar[Op]
+    B: ClassVar[Op]  # whole backward
+    I: ClassVar[Op]  # noqa: E741  gradient of the input only
+    W: ClassVar[Op]  # gradient of the weights, after I
+    R: ClassVar[Op]  # recompute the tensors that F did not keep
+    SEND_F: ClassVar[Op]  # this stage's output, to the next stage
+    RECV_F: ClassVar[Op]  # this stage's input, from the stage before
+    SEND_B: ClassVar[Op]  # the gradient of this stage's input, to the stage before
+    RECV_B: ClassVar[Op]  # the gradient of this stage's output, from the next stage
+    OFFLOAD: ClassVar[Op]
+    RELOAD: ClassVar[Op]
+    REDUCE_GRAD: ClassVar[Op]
+    V: ClassVar[Op]  # this rank's rows of the head: logits, their softmax, and its part of the head's input gradient
+    L: ClassVar[Op]  # the loss and the head's whole input gradient, from the V's of all ranks
+    VW: ClassVar[Op]  # the weight gradient of this rank's rows of the head, after L
+    E: ClassVar[Op]  # this rank's rows of an embedding that is tied to the head: their part of the first stage's input
+    EW: ClassVar[Op]  # their gradient, after the first stage's backward
+
+    def __new__(cls, name: str) -> Op:
+        """Returns the operation of a name; raises ValueError where there is none."""
+        for op in OPS:
+            if op == name:
+                return op
+        raise ValueError(f"{name!r} is no operation; there are {', '.join(OPS)}")
+
+    @property
+    def value(self) -> str:
+        """The name, as plain text."""
+        return str(self)
+
+
+# By these numbers, arrays name ops.
+OPS: list[Op] = []
+NUMBERS: dict[Op, int] = {}
+
+
+def named_operation(name: str) -> Op:
+    """Returns an operation of this name, which is new or known."""
+    if name not in NUMBERS:
+        op = str.__new__(Op, name)
+        setattr(Op, name, op)
+        NUMBERS[op] = len(OPS)
+        OPS.append(op)
+    return Op(name)
+
+
+@cache
+def _action_text(ops: tuple[Op, ...]) -> re.Pattern[str]:
+    """Returns the form of an action's text, with these operations."""
+    names = "|".join(sorted(ops, key=len, reverse=True))
+    return re.compile(rf"{NUMBER}({names})(?:{NUMBER}(?:\.{NUMBER})?)?")
+
+
+for _name in Op.__annotations__:
+    named_operation(_name)
 
 BACKWARDS = frozenset({Op.B, Op.I, Op.W})
 SENDS = frozenset({Op.SEND_F, Op.SEND_B})
 RECEIVES = frozenset({Op.RECV_F, Op.RECV_B})
 COMMUNICATION = SENDS | RECEIVES
 VOCABULARY = frozenset({Op.V, Op.L, Op.VW, Op.E, Op.EW})
-
-# By these numbers, arrays name ops.
-OPS = tuple(Op)
-NUMBERS = {op: number for number, op in enumerate(OPS)}
 
 # SEND_F of stage g and RECV_F of stage g+1 are two ends of one message; gradients travel the other way.
 _OTHER_END = {
@@ -52,10 +104,6 @@ _OTHER_END = {
     Op.SEND_B: (Op.RECV_B, -1),
     Op.RECV_B: (Op.SEND_B, 1),
 }
-
-NUMBER = "(0|[1-9][0-9]*)"  # as a regular expression
-_OPS = "|".join(sorted(Op, key=len, reverse=True))
-_ACTION = re.compile(rf"{NUMBER}({_OPS})(?:{NUMBER}(?:\.{NUMBER})?)?")
 
 
 class Action(NamedTuple):
@@ -82,7 +130,7 @@ class Action(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> Action:
         """Reads either text form; `2F0` is `2F0.0`. Anything before or after the action raises ScheduleError."""
-        match = _ACTION.fullmatch(text)
+        match = _action_text(tuple(OPS)).fullmatch(text)
         if match is None or (match[2] == Op.REDUCE_GRAD) != (match[3] is None):
             raise ScheduleError(
                 f"{text!r} is not an action. Write stage, op, microbatch and slice, as in 2F0.3 "

@@ -9,7 +9,7 @@ from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from slipstream.schedule.action import BACKWARDS, COMMUNICATION, RECEIVES, SENDS, Action, Op, ScheduleError
-from slipstream.schedule.rules import sending
+from slipstream.schedule.rules import OPERATIONS, sending
 from slipstream.schedule.schedule import Schedule
 from slipstream.schedule.validation import grid, running_order, validate
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 NARROWEST_WINDOW = 8  # sends that may be on their way on a channel, at least
 Seconds = Callable[[Action], float]
-_UNIT_SECONDS = {Op.B: 2, Op.OFFLOAD: 0, Op.RELOAD: 0, Op.REDUCE_GRAD: 0, Op.L: 0, Op.E: 0, Op.EW: 0}
 
 
 Direction = Literal["activations", "gradients", "lookups"]
@@ -167,7 +166,7 @@ def _place_receives(schedule: Schedule, ahead: int) -> defaultdict[tuple[int, in
 
 def unit_seconds(action: Action) -> float:
     """Returns 2 for a whole backward, 0 for one that runs alongside the computing, else 1."""
-    return _UNIT_SECONDS.get(action.op, 1)
+    return OPERATIONS[action.op].seconds
 
 
 def check_communication(schedule: Schedule) -> None:

@@ -1,14 +1,18 @@
 """The rules of order, stated once: the actions that an action must follow, and those that a rank waits for.
 
-Validation, lowering, simulation and reports all call `predecessors`; nothing else knows the rules.
+Validation, lowering, simulation and reports all call `predecessors`; nothing else knows the rules. They stand in the
+table of operations, next to what time, memory and pictures need to know of each.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import Enum
+from functools import lru_cache
 
-from slipstream.schedule.action import BACKWARDS, RECEIVES, SENDS, Action, Op
+from slipstream.schedule.action import BACKWARDS, OPS, RECEIVES, SENDS, Action, Op, named_operation
 from slipstream.schedule.schedule import Schedule
 
 
@@ -19,8 +23,16 @@ def predecessors(action: Action, schedule: Schedule) -> tuple[Action, ...]:
     F(g,m,i-1) only. Whether a message travels as SEND and RECV, and whether a backward is whole (B) or split (I and W),
     depends on `schedule`.
     """
-    rule, _ = _RULES[action.op]
-    return rule(action, schedule)
+    before = OPERATIONS[action.op].before(action, schedule)
+    helpers = _helpers(schedule.ops).get(action.op, ())
+    return (*before, *(helper for op in helpers if (helper := action.with_op(op)) in schedule.positions))
+
+
+@lru_cache(maxsize=256)
+def _helpers(ops: frozenset[Op]) -> dict[Op, tuple[Op, ...]]:
+    """Returns for each operation those of `ops` that serve it."""
+    helpers = [op for op in OPS if op in ops and OPERATIONS[op].serves]
+    return {served: tuple(op for op in helpers if served in OPERATIONS[op].serves) for served in OPS if helpers}
 
 
 def _before_forward(action: Action, schedule: Schedule) -> tuple[Action, ...]:
@@ -46,9 +58,6 @@ def _before_backward(action: Action, schedule: Schedule) -> tuple[Action, ...]:
         before.append(_input(input_gradient(g + 1, m, i, schedule), action, schedule))
     elif schedule.spreads_vocabulary:
         before.append(action.with_op(Op.L))
-    for op in (Op.R, Op.RELOAD):
-        if op in schedule.ops and (helper := action.with_op(op)) in schedule.positions:
-            before.append(helper)
     return tuple(before)
 
 
@@ -56,11 +65,6 @@ def _input(producer: Action, user: Action, schedule: Schedule) -> Action:
     """Returns the action that brings the neighbour's result: the neighbour's action, or a RECV."""
     send = awaited_send(user, schedule) if schedule.is_lowered else None
     return producer if send is None else send.other_end
-
-
-def _before_recompute(action: Action, schedule: Schedule) -> tuple[Action, ...]:
-    forward, reload = action.with_op(Op.F), action.with_op(Op.RELOAD)
-    return (forward, reload) if reload in schedule.positions else (forward,)
 
 
 def _before_reduction(action: Action, schedule: Schedule) -> tuple[Action, ...]:
@@ -87,26 +91,181 @@ def _before_embedding_rows(action: Action, schedule: Schedule) -> tuple[Action, 
     return (input_gradient(0, m, i, schedule),)
 
 
-# Per op, the rule and, for error messages, its reason.
-_RULES: dict[Op, tuple[Callable[[Action, Schedule], tuple[Action, ...]], str]] = {
-    Op.F: (_before_forward, "a forward needs the output of the stage before it"),
-    Op.B: (_before_backward, "a backward needs the gradient from the stage after it"),
-    Op.I: (_before_backward, "a backward needs the gradient from the stage after it"),
-    Op.W: (lambda action, _: (action.with_op(Op.I),), "a weight gradient follows its input gradient"),
-    Op.R: (_before_recompute, "a recomputation follows its own forward"),
-    Op.SEND_F: (lambda action, _: (action.with_op(Op.F),), "a send follows what it sends"),
-    Op.SEND_B: (lambda action, schedule: (input_gradient(*action[1:], schedule),), "a send follows what it sends"),
-    Op.RECV_F: (lambda action, _: (action.other_end,), "a receive is filled by its send"),
-    Op.RECV_B: (lambda action, _: (action.other_end,), "a receive is filled by its send"),
-    Op.REDUCE_GRAD: (_before_reduction, "gradients are reduced when every backward of the stage is done"),
-    Op.OFFLOAD: (lambda action, _: (action.with_op(Op.F),), "what a forward saves is moved after it"),
-    Op.V: (_before_logits, "logits need the output of the last stage"),
-    Op.L: (_before_loss, "the loss needs every rank's logits"),
-    Op.VW: (_before_rows, "the weight gradient of a part of the head needs the loss over all parts"),
-    Op.E: (lambda *_: (), "the ids of tokens are known from the beginning"),
-    Op.EW: (_before_embedding_rows, "the gradient of a part of the embedding needs that of the first stage's input"),
-    Op.RELOAD: (lambda action, _: (action.with_op(Op.OFFLOAD),), "what comes back must have been moved to the host"),
+class Lane(Enum):
+    """Where an operation runs: what it keeps busy."""
+
+    RANK = "rank"  # computing
+    CHANNEL = "channel"  # of messages between two ranks
+    COPIES = "copies"  # of a rank, to its host or back
+
+
+class Held(Enum):
+    """The bytes that an operation takes or frees."""
+
+    ALL = "all"  # the activations of its slice
+    KEPT = "kept"  # those until its recomputation, where there is one; else all
+    REST = "rest"  # what recomputation brings back
+    OWN = "own"  # what costs say of the operation itself
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A row of the table of operations: all that order, time, memory and pictures need to know of one.
+
+    Args:
+        before: the rule of order: the actions that must come before one of this operation, besides those that serve it.
+        why: the rule in words, for error messages.
+        serves: the operations on its slice and stage that wait for it wherever it is there.
+        needed: why these wait, in words.
+        undone_by: the operation that must follow it on its slice and stage.
+        lane: what it keeps busy.
+        seconds: its time where all are of the same order: 1 for a forward.
+        is_timed: whether costs must give its time; one that isn't takes none where they don't.
+        takes: what it begins to hold as it starts.
+        frees: what is free when it ends.
+        label: its name in legends. "" for one that pictures draw apart.
+        colors: the lightest and the darkest, from the first slice to the last.
+        is_hatched: whether its boxes are.
+    """
+
+    before: Callable[[Action, Schedule], tuple[Action, ...]]
+    why: str
+    serves: frozenset[Op] = frozenset()
+    needed: str = ""
+    undone_by: Op | None = None
+    lane: Lane = Lane.RANK
+    seconds: float = 1
+    is_timed: bool = True
+    takes: Held | None = None
+    frees: Held | None = None
+    label: str = ""
+    colors: tuple[str, str] = ("#dddddd", "#777777")
+    is_hatched: bool = False
+
+
+def _message(before: Callable[[Action, Schedule], tuple[Action, ...]], why: str) -> Operation:
+    return Operation(before, why, lane=Lane.CHANNEL, seconds=0, is_timed=False)
+
+
+_SENT, _FILLED = "a send follows what it sends", "a receive is filled by its send"
+_AGAIN = "a backward follows its own forward and recomputation"
+_BACKWARD = "a backward needs the gradient from the stage after it"
+
+OPERATIONS: dict[Op, Operation] = {
+    Op.F: Operation(
+        _before_forward,
+        "a forward needs the output of the stage before it",
+        takes=Held.KEPT,
+        label="forward",
+        colors=("#d3e5f6", "#1f63a8"),
+    ),
+    Op.B: Operation(
+        _before_backward, _BACKWARD, seconds=2, frees=Held.ALL, label="backward", colors=("#fde2c3", "#c45f10")
+    ),
+    Op.I: Operation(_before_backward, _BACKWARD, label="input gradient", colors=("#f6c6c3", "#a5202b")),
+    Op.W: Operation(
+        lambda action, _: (action.with_op(Op.I),),
+        "a weight gradient follows its input gradient",
+        frees=Held.ALL,
+        label="weight gradient",
+        colors=("#d6f5ea", "#36a98c"),
+    ),
+    Op.R: Operation(
+        lambda action, _: (action.with_op(Op.F),),
+        "a recomputation follows its own forward",
+        serves=frozenset({Op.B, Op.I}),
+        needed=_AGAIN,
+        takes=Held.REST,
+        label="recompute",
+        colors=("#d3e5f6", "#1f63a8"),  # those of a forward
+        is_hatched=True,
+    ),
+    Op.V: Operation(
+        _before_logits,
+        "logits need the output of the last stage",
+        label="vocabulary part",
+        colors=("#e4daf4", "#6a4bb0"),
+    ),
+    Op.L: Operation(
+        _before_loss,
+        "the loss needs every rank's logits",
+        seconds=0,
+        is_timed=False,
+        label="loss of all parts",
+        colors=("#8b8b8b", "#8b8b8b"),
+    ),
+    Op.VW: Operation(
+        _before_rows,
+        "the weight gradient of a part of the head needs the loss over all parts",
+        label="weight gradient of the part",
+        colors=("#efe3b8", "#a08a2c"),
+    ),
+    Op.E: Operation(
+        lambda *_: (),
+        "the ids of tokens are known from the beginning",
+        seconds=0,
+        is_timed=False,
+        label="embedding part",
+        colors=("#f3d9ea", "#a2437f"),
+    ),
+    Op.EW: Operation(
+        _before_embedding_rows,
+        "the gradient of a part of the embedding needs that of the first stage's input",
+        seconds=0,
+        is_timed=False,
+        label="gradient of the embedding part",
+        colors=("#e6dfd2", "#7d6b4a"),
+    ),
+    Op.REDUCE_GRAD: Operation(
+        _before_reduction,
+        "gradients are reduced when every backward of the stage is done",
+        seconds=0,
+        is_timed=False,
+        label="gradient reduction",
+        colors=("#b9a7dd", "#b9a7dd"),
+    ),
+    Op.OFFLOAD: Operation(
+        lambda action, _: (action.with_op(Op.F),),
+        "what a forward saves is moved after it",
+        undone_by=Op.RELOAD,
+        lane=Lane.COPIES,
+        seconds=0,
+        is_timed=False,
+        frees=Held.KEPT,
+        label="offload",
+        colors=("#8c7bbd", "#8c7bbd"),
+    ),
+    Op.RELOAD: Operation(
+        lambda action, _: (action.with_op(Op.OFFLOAD),),
+        "what comes back must have been moved to the host",
+        serves=frozenset({Op.R, Op.B, Op.I}),
+        needed="what was moved to the host must be back before it is used",
+        lane=Lane.COPIES,
+        seconds=0,
+        is_timed=False,
+        takes=Held.KEPT,
+        label="reload",
+        colors=("#c3b6e3", "#c3b6e3"),
+    ),
+    Op.SEND_F: _message(lambda action, _: (action.with_op(Op.F),), _SENT),
+    Op.SEND_B: _message(lambda action, schedule: (input_gradient(*action[1:], schedule),), _SENT),
+    Op.RECV_F: _message(lambda action, _: (action.other_end,), _FILLED),
+    Op.RECV_B: _message(lambda action, _: (action.other_end,), _FILLED),
 }
+"""The table of operations. It is open: `add_operation` adds a row."""
+
+
+def operations_on(lane: Lane) -> list[Op]:
+    """Returns the operations that run there."""
+    return [op for op, operation in OPERATIONS.items() if operation.lane is lane]
+
+
+def add_operation(name: str, operation: Operation) -> Op:
+    """Adds an operation to the table, and returns it: schedules with it are read, validated, simulated and drawn."""
+    op = named_operation(name)
+    OPERATIONS[op] = operation
+    _helpers.cache_clear()
+    return op
 
 
 def input_gradient(stage: int, microbatch: int, index: int, schedule: Schedule) -> Action:
@@ -167,8 +326,8 @@ def reason(action: Action, before: Action) -> str:
     """Returns why `before` comes before `action`, in words for an error message."""
     if action.op in SENDS and before.op in RECEIVES:
         return "it can't leave before its receive is posted"
-    if before.op is Op.RELOAD:
-        return "what was moved to the host must be back before it is used"
+    if action.op in OPERATIONS[before.op].serves:
+        return OPERATIONS[before.op].needed
     here = before.stage == action.stage
     if here and action.op is Op.F and before.op is Op.F:
         return f"slice {action.slice} attends to slice {before.slice}, so its forward comes later"
@@ -179,10 +338,9 @@ def reason(action: Action, before: Action) -> str:
         return "the first stage's forward needs every rank's part of the embedding"
     if before.op is Op.L and action.op is not Op.VW:
         return "the last stage's backward needs the loss"
-    if action.op in (Op.B, Op.I) and before.op in (Op.F, Op.R):
-        return "a backward follows its own forward and recomputation"
-    _, why = _RULES[action.op]
-    return why
+    if action.op in (Op.B, Op.I) and before.op is Op.F:
+        return _AGAIN
+    return OPERATIONS[action.op].why
 
 
 _SHOWN = 6  # missing actions named per rank

@@ -9,8 +9,8 @@ from collections import deque
 from collections.abc import Collection, Mapping
 from itertools import pairwise, product
 
-from slipstream.schedule.action import COMMUNICATION, RECEIVES, SENDS, VOCABULARY, Action, Op, ScheduleError
-from slipstream.schedule.rules import predecessors, reason
+from slipstream.schedule.action import COMMUNICATION, OPS, RECEIVES, SENDS, VOCABULARY, Action, Op, ScheduleError
+from slipstream.schedule.rules import OPERATIONS, predecessors, reason
 from slipstream.schedule.schedule import Schedule
 
 _AROUND = 5  # steps shown to either side of a mark of the grid
@@ -113,7 +113,8 @@ def validate(schedule: Schedule) -> list[Action]:
 
 
 _COMPLETE = (Op.F, Op.B, Op.I, Op.W)
-_FOR_MEMORY = (Op.R, Op.OFFLOAD, Op.RELOAD)
+_ALONE = frozenset(_COMPLETE) | COMMUNICATION | VOCABULARY | {Op.REDUCE_GRAD}  # with rules of their own
+_FOR_BACKWARDS = (Op.R, Op.OFFLOAD, Op.RELOAD)
 _AFTER_BACKWARDS = {Op.V: Op.VW, Op.E: Op.EW}
 
 
@@ -146,8 +147,8 @@ def _check_complete(stage: int, microbatch: int, index: int, schedule: Schedule)
     present = "".join(action.op for action in unit if action in schedule.positions)
     trains = schedule.trains(stage)
     if present in (("FB", "FIW") if trains else ("F",)):
-        if not schedule.ops.isdisjoint(_FOR_MEMORY):
-            _check_memory_actions(stage, microbatch, index, schedule)
+        if not schedule.ops <= _ALONE:
+            _check_helpers(stage, microbatch, index, schedule)
         return
     present_text = ", ".join(present) or "nothing"
     wanted = "F and B, or F, I and W" if trains else "F"
@@ -178,20 +179,22 @@ def _check_vocabulary(schedule: Schedule) -> None:
         raise ScheduleError(f"{schedule.text(each)} {problem}: {rule}.\n{grid(schedule, marks)}")
 
 
-def _check_memory_actions(stage: int, microbatch: int, index: int, schedule: Schedule) -> None:
-    """Checks that R, OFFLOAD and RELOAD serve a backward, and that tensors moved to the host come back."""
-    unit = (Action(op, stage, microbatch, index) for op in _FOR_MEMORY if op in schedule.ops)
+def _check_helpers(stage: int, microbatch: int, index: int, schedule: Schedule) -> None:
+    """Checks that R, OFFLOAD and RELOAD serve a backward, and that what must be undone is."""
+    unit = (Action(op, stage, microbatch, index) for op in OPS if op in schedule.ops - _ALONE)
     present = {action.op: action for action in unit if action in schedule.positions}
-    if present and not schedule.has_backward:
-        where = ", ".join(schedule.text(present[op]) for op in sorted(present))
+    for_backwards = [op for op in _FOR_BACKWARDS if op in present]
+    if for_backwards and not schedule.has_backward:
+        where = ", ".join(schedule.text(present[op]) for op in sorted(for_backwards))
         raise ScheduleError(f"{where}: the schedule has no backward that needs it; leave it out.\n{grid(schedule, [])}")
-    if Op.OFFLOAD in present and Op.RELOAD not in present:
-        moved = present[Op.OFFLOAD]
-        offload, reload = schedule.text(moved), schedule.text(moved.with_op(Op.RELOAD))
-        raise ScheduleError(
-            f"{offload} is never undone: add {reload} after it and before the slice's R or backward.\n"
-            f"{grid(schedule, [schedule.positions[moved]])}"
-        )
+    for op, action in present.items():
+        undone_by = OPERATIONS[op].undone_by
+        if undone_by is not None and undone_by not in present:
+            undoing = action.with_op(undone_by)
+            raise ScheduleError(
+                f"{schedule.text(action)} is never undone: add {schedule.text(undoing)} after it and before what needs "
+                f"it.\n{grid(schedule, [schedule.positions[action]])}"
+            )
 
 
 def grid(schedule: Schedule, marked: Collection[tuple[int, int]]) -> str:

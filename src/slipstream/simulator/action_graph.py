@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 
 from slipstream.array_types import Floats
-from slipstream.schedule import Action, Op
+from slipstream.schedule import Action, Lane, Op, operations_on
 from slipstream.schedule.action_arrays import ActionArrays
 from slipstream.schedule.sweep import ActionGraph, ActionOrder
 from slipstream.simulator.costs import CostModel, result_seconds
@@ -29,7 +29,7 @@ def timed(arrays: ActionArrays, cost: CostModel) -> tuple[ActionGraph, ActionOrd
         seconds[kinds] = [*map(value, sends, *ranks[:, kinds].tolist())]
         return seconds[like]
 
-    line, copies = np.full(len(different), -1), arrays.is_one_of(Op.OFFLOAD, Op.RELOAD)
+    line, copies = np.full(len(different), -1), arrays.is_one_of(*operations_on(Lane.COPIES))
     line[kinds] = of_kind
     line = np.where(copies, len(lines[0]) + arrays.rank, line[like])
     copied = arrays.each(cost.copy_seconds, among=copies)

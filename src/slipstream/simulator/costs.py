@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from slipstream.errors import SlipstreamError
-from slipstream.schedule import Action, Op, Schedule
+from slipstream.schedule import OPERATIONS, Action, Held, Op, Schedule
 from slipstream.timeline import Span, Timeline
 
 if TYPE_CHECKING:
@@ -43,17 +43,20 @@ class CostModel(Protocol):
         """Returns the bytes that F keeps of them if the slice is recomputed; R brings back the rest."""
         return 0
 
+    def own_bytes(self, action: Action) -> float:
+        """Returns the bytes that an action takes or frees which aren't a slice's activations."""
+        return 0
+
 
 def activation_step(span: Span, schedule: Schedule, cost: CostModel) -> tuple[float, float] | None:
     """Returns when a compute action changes the activations that its rank holds, and by how many bytes, if it does."""
-    forward = span.action.with_op(Op.F)
+    forward, operation = span.action.with_op(Op.F), OPERATIONS[span.action.op]
     whole = cost.activation_bytes(forward)
-    kept_bytes = cost.kept_bytes(forward) if span.action.with_op(Op.R) in schedule.positions else whole
-    taken = {Op.F: kept_bytes, Op.R: whole - kept_bytes, Op.RELOAD: kept_bytes}
-    freed = {Op.B: whole, Op.W: whole, Op.OFFLOAD: kept_bytes}
-    if span.action.op in taken:
-        return span.start, taken[span.action.op]
-    return (span.end, -freed[span.action.op]) if span.action.op in freed else None
+    kept = cost.kept_bytes(forward) if span.action.with_op(Op.R) in schedule.positions else whole
+    sizes = {Held.ALL: whole, Held.KEPT: kept, Held.REST: whole - kept, Held.OWN: cost.own_bytes(span.action)}
+    if operation.takes is not None:
+        return span.start, sizes[operation.takes]
+    return None if operation.frees is None else (span.end, -sizes[operation.frees])
 
 
 @dataclass(frozen=True)
@@ -79,9 +82,13 @@ class UnitCost(CostModel):
     kept: float = 0
 
     def seconds(self, action: Action) -> float:
-        split = {Op.I: self.input_gradient, Op.W: self.weight_gradient}
-        split |= {Op.V: self.forward, Op.VW: self.weight_gradient}
-        return {Op.F: self.forward, Op.R: self.forward, Op.B: self.backward, **split}.get(action.op, 0)
+        given = {
+            **dict.fromkeys((Op.F, Op.R, Op.V), self.forward),
+            **dict.fromkeys((Op.W, Op.VW), self.weight_gradient),
+            Op.B: self.backward,
+            Op.I: self.input_gradient,
+        }
+        return given[action.op] if action.op in given else OPERATIONS[action.op].seconds
 
     def link_seconds(self, send: Action, source: int, destination: int) -> float:
         return self.link
@@ -130,7 +137,7 @@ class TableCost(CostModel):
 
     def seconds(self, action: Action) -> float:
         key = action.stage, action.slice, action.op
-        if action.op in (Op.REDUCE_GRAD, Op.OFFLOAD, Op.RELOAD, Op.L, Op.E, Op.EW):
+        if not OPERATIONS[action.op].is_timed:
             return self.times.get(key, 0)
         if key not in self.times:
             raise SlipstreamError(f"No time for {action}: add times[{action.stage}, {action.slice}, Op.{action.op}].")

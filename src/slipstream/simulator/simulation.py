@@ -7,8 +7,11 @@ from typing import TYPE_CHECKING
 
 from slipstream.schedule import (
     COMMUNICATION,
+    OPERATIONS,
     Action,
     Channel,
+    Held,
+    Lane,
     Op,
     Schedule,
     channel,
@@ -133,12 +136,13 @@ def activation_peaks(schedule: Schedule, cost: CostModel) -> list[float]:
     whole = of_slices(cost.activation_bytes)
     kept = np.where(arrays.has(Op.R), of_slices(cost.kept_bytes), whole)
 
-    def of(sizes: Floats, *ops: Op) -> Floats:
-        chosen: Floats = sizes * (arrays.is_one_of(*ops) & trains)
-        return chosen
-
-    taken = of(kept, Op.F, Op.RELOAD) + of(whole - kept, Op.R)
-    freed = of(whole, Op.B, Op.W) + of(kept, Op.OFFLOAD)
+    sizes = {Held.ALL: whole, Held.KEPT: kept, Held.REST: whole - kept, Held.OWN: arrays.each(cost.own_bytes)}
+    taken, freed = np.zeros((2, len(trains)))
+    for op in schedule.ops:
+        mine = arrays.is_one_of(op) & trains
+        for held, changes in ((OPERATIONS[op].takes, taken), (OPERATIONS[op].frees, freed)):
+            if held is not None:
+                changes[mine] += sizes[held][mine]
     return [float(most) for most in row_peaks(arrays.firsts, taken, np.zeros_like(taken), freed)]
 
 
@@ -170,13 +174,15 @@ class _Simulation:
 
     def compute(self, action: Action) -> None:
         rank = self.schedule.placement[action.stage]
-        start = self.free[rank]
+        start, lane = self.free[rank], OPERATIONS[action.op].lane
         for before in predecessors(action, self.schedule):
-            here = self.schedule.placement[before.stage] == rank and before.op is not Op.RELOAD
+            # A copy is awaited by what computes with it.
+            is_copy = lane is not Lane.COPIES and OPERATIONS[before.op].lane is Lane.COPIES
+            here = self.schedule.placement[before.stage] == rank and not is_copy
             start = max(start, self.end[before] if here else self._arrival(before, rank))
         end = self.free[rank] = self.end[action] = start + self.cost.seconds(action)
         self.spans.append(Span(rank, action, start, end))
-        if action.op in (Op.OFFLOAD, Op.RELOAD):
+        if lane is Lane.COPIES:
             self.copied[rank] = max(end, self.copied[rank]) + self.cost.copy_seconds(action)
             self.arrival[action] = self.copied[rank]
         if self.schedule.trains(action.stage) and (step := activation_step(self.spans[-1], self.schedule, self.cost)):

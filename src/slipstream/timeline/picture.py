@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.errors import SlipstreamError
-from slipstream.schedule import Action, Op
+from slipstream.schedule import OPERATIONS, RECEIVES, Action, Lane, Op, operations_on
 from slipstream.timeline.spans import Cause, Timeline, find_waits
 from slipstream.units import BYTE_UNITS, bytes_unit, duration_unit
 
@@ -150,7 +150,7 @@ def _legend_rows(timelines: Sequence[Timeline]) -> list[tuple[str, dict[str, Any
     rows: dict[str, dict[str, Any]] = {
         "work": _work(timelines, ops),
         "idle": {word: Patch(**look, linewidth=0.5) for c, (word, look) in IDLE.items() if c in causes},
-        "transfers": {word: Patch(color=color) for word, (color, moved) in TRANSFERS.items() if moved & ops},
+        "transfers": {word: Patch(color=color) for word, (color, moved) in transfers_by_name().items() if moved & ops},
     }
     return [(name, swatches) for name, swatches in rows.items() if swatches]
 
@@ -163,11 +163,11 @@ def _work(timelines: Sequence[Timeline], ops: set[Op]) -> dict[str, Any]:
 
     def swatch(op: Op, shade: int) -> Patch:
         color = action_color(Action(op, 0, 0, shade), num_slices)
-        if op in HATCHED:
+        if OPERATIONS[op].is_hatched:
             return Patch(facecolor=color, edgecolor="white", hatch="////", linewidth=0)
         return Patch(color=color)
 
-    shown = [(op, word) for op, (word, *_) in WORK.items() if op in ops]
+    shown = [(op, OPERATIONS[op].label) for op in operations_on(Lane.RANK) if op in ops]
     swatches: dict[str, Any] = {word: tuple(swatch(op, shade) for shade in shades) for op, word in shown}
     num_positions = 1 + max(position for t in timelines for position in positions(t).values())
     if num_positions > 1:
@@ -279,7 +279,7 @@ def _draw_actions(axes: Any, timeline: Timeline, scale: Scale) -> None:
     for span in timeline.compute_spans:
         start, width = scale.at(span.start - timeline.start), scale.at(span.seconds)
         color = action_color(span.action, timeline.schedule.num_slices)
-        kind = "hatched" if span.action.op in HATCHED else "plain"
+        kind = "hatched" if OPERATIONS[span.action.op].is_hatched else "plain"
         drawn[kind].append((_box(start, width, span.rank + top, span.rank + _BOTTOM), color))
         if num_positions > 1:
             stripe = _box(start, width, span.rank + _TOP, span.rank + _TOP + _STRIPE)
@@ -299,7 +299,7 @@ def _draw_actions(axes: Any, timeline: Timeline, scale: Scale) -> None:
 
 def _number(action: Action, timeline: Timeline) -> str:
     """Returns the number in a box: the microbatch if there are several, else the slice."""
-    if action.op not in WORK or action.op is Op.REDUCE_GRAD:
+    if OPERATIONS[action.op].lane is not Lane.RANK or action.op is Op.REDUCE_GRAD:
         return ""
     return str(action.microbatch if timeline.schedule.num_microbatches > 1 else action.slice)
 
@@ -309,9 +309,9 @@ def _draw_transfers(axes: Any, timeline: Timeline, scale: Scale) -> None:
     from matplotlib.collections import PatchCollection
 
     transfers = [(m.receive.action.op, m.receive.rank, m.start, m.seconds) for m in timeline.messages]
-    copies = (span for span in timeline.spans if span.action.op in (Op.OFFLOAD, Op.RELOAD))
+    copies = (span for span in timeline.spans if OPERATIONS[span.action.op].lane is Lane.COPIES)
     transfers += [(span.action.op, span.rank, span.start, span.seconds) for span in copies]
-    for color, ops in TRANSFERS.values():
+    for color, ops in transfers_by_name().values():
         boxes = [
             _box(scale.at(start - timeline.start), scale.at(seconds), top := rank + _BOTTOM + _GAP, top + _BAR)
             for op, rank, start, seconds in transfers
@@ -341,21 +341,6 @@ Color = tuple[float, ...]
 
 INK, GREY = "#222222", "#595959"
 
-# The name of each op, and its lightest and darkest shade: slices go from one to the other.
-WORK = {
-    Op.F: ("forward", "#d3e5f6", "#1f63a8"),
-    Op.B: ("backward", "#fde2c3", "#c45f10"),
-    Op.I: ("input gradient", "#f6c6c3", "#a5202b"),
-    Op.W: ("weight gradient", "#d6f5ea", "#36a98c"),
-    Op.R: ("recompute", "#d3e5f6", "#1f63a8"),  # a forward again: hatched
-    Op.V: ("vocabulary part", "#e4daf4", "#6a4bb0"),
-    Op.L: ("loss of all parts", "#8b8b8b", "#8b8b8b"),
-    Op.VW: ("weight gradient of the part", "#efe3b8", "#a08a2c"),
-    Op.E: ("embedding part", "#f3d9ea", "#a2437f"),
-    Op.EW: ("gradient of the embedding part", "#e6dfd2", "#7d6b4a"),
-    Op.REDUCE_GRAD: ("gradient reduction", "#b9a7dd", "#b9a7dd"),
-}
-_OTHER = ("", "#dddddd", "#777777")
 IDLE: dict[Cause, tuple[str, dict[str, Any]]] = {
     Cause.FILL: ("not yet fed (fill)", {"facecolor": "#f6f6f6", "edgecolor": "#c9c9c9", "hatch": "..."}),
     Cause.COMPUTE: ("another rank computes", {"facecolor": "#f3f3f3", "edgecolor": "#b0b0b0", "hatch": "////"}),
@@ -364,12 +349,12 @@ IDLE: dict[Cause, tuple[str, dict[str, Any]]] = {
     Cause.OVERHEAD: ("executor", {"facecolor": "#3d3d3d", "edgecolor": "#3d3d3d"}),
     Cause.DRAIN: ("nothing left (drain)", {"facecolor": "#f6f6f6", "edgecolor": "#dedede"}),
 }
-HATCHED = frozenset({Op.R})
-TRANSFERS: dict[str, tuple[str, frozenset[Op]]] = {
-    "message": ("#a87d00", frozenset({Op.RECV_F, Op.RECV_B})),
-    "offload": ("#8c7bbd", frozenset({Op.OFFLOAD})),
-    "reload": ("#c3b6e3", frozenset({Op.RELOAD})),
-}
+
+
+def transfers_by_name() -> dict[str, tuple[str, frozenset[Op]]]:
+    """Returns the colours and the ops of the bars under a lane, by their names: of messages, and of each copy."""
+    copies = {OPERATIONS[op].label: (OPERATIONS[op].colors[1], frozenset({op})) for op in operations_on(Lane.COPIES)}
+    return {"message": ("#a87d00", RECEIVES)} | copies
 
 
 def mix(light: str, dark: str, share: float) -> Color:
@@ -381,7 +366,7 @@ def mix(light: str, dark: str, share: float) -> Color:
 
 def action_color(action: Action, num_slices: int) -> Color:
     """Returns the op's hue in the slice's shade."""
-    _, light, dark = WORK.get(action.op, _OTHER)
+    light, dark = OPERATIONS[action.op].colors
     return mix(light, dark, action.slice / (num_slices - 1) if num_slices > 1 else 0.45)
 
 

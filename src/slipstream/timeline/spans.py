@@ -9,9 +9,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 
-from slipstream.schedule import COMMUNICATION, RECEIVES, SENDS, Action, Op, Schedule, predecessors
-
-_OVERLAPPING = COMMUNICATION | {Op.OFFLOAD, Op.RELOAD}  # these run while the rank computes
+from slipstream.schedule import OPERATIONS, RECEIVES, SENDS, Action, Lane, Schedule, predecessors
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +32,7 @@ class Span:
     @property
     def computes(self) -> bool:
         """Whether the span keeps its rank busy."""
-        return self.action.op not in _OVERLAPPING
+        return OPERATIONS[self.action.op].lane is Lane.RANK
 
 
 def _start_order(span: Span) -> tuple[float, int]:
@@ -309,7 +307,7 @@ class _Lane:
         self._timeline, self._rank = timeline, rank
         spans = [span for span in timeline.spans if span.rank == rank]
         self._computing = sorted((s for s in spans if s.computes), key=lambda span: (span.start, span.end))
-        self._copies = [s for s in spans if not s.computes and s.action.op not in COMMUNICATION]
+        self._copies = [s for s in spans if OPERATIONS[s.action.op].lane is Lane.COPIES]
 
     def waits(self) -> Iterator[Wait]:
         start = free = self._timeline.start

@@ -10,9 +10,9 @@ from math import isfinite
 from typing import Any
 
 from slipstream.html_parts import NUM_COLORS, NumberText, round_numbers
-from slipstream.schedule import RECEIVES, Action
+from slipstream.schedule import OPERATIONS, RECEIVES, Action, Lane
 from slipstream.timeline import Cause, Span, Timeline, Wait, find_waits
-from slipstream.timeline.picture import IDLE, WORK, ink_on
+from slipstream.timeline.picture import IDLE, ink_on
 from slipstream.timeline.picture import action_color as color
 from slipstream.units import seconds_text
 
@@ -246,7 +246,7 @@ class _Kinds:
         return self._numbers[key]
 
     def _colors(self, action: Action) -> dict[str, str]:
-        if action.op not in WORK:
+        if OPERATIONS[action.op].lane is not Lane.RANK:
             return {"style": "message"}
         background = color(action, self._num_slices)
         return {"fill": _hex(background), "ink": ink_on(background)}
@@ -254,7 +254,7 @@ class _Kinds:
 
 def _span(span: Span, timeline: Timeline, kinds: _Kinds) -> list[Any]:
     op, stage, microbatch, index = span.action
-    name = WORK[op][0] if op in WORK else "message"
+    name = OPERATIONS[op].label if OPERATIONS[op].lane is Lane.RANK else "message"
     where = f"{name}, stage {stage}, microbatch {microbatch}, slice {index}"
     return _box(span, kinds.of(span.action), timeline.label(span.action), where, timeline)
 
@@ -279,7 +279,7 @@ def _at(seconds: float) -> int:
 def _timeline_legend(timeline: Timeline) -> str:
     """Returns the operations and the causes of waits that there are."""
     ops = dict.fromkeys(span.action.op for span in timeline.compute_spans)
-    work = [(WORK[op][0], f"background:{_hex(color(Action(op, 0, 0, 0), 1))}", "") for op in ops if op in WORK]
+    work = [(OPERATIONS[op].label, f"background:{_hex(color(Action(op, 0, 0, 0), 1))}", "") for op in ops]
     causes = {wait.cause for wait in find_waits(timeline)}
     idle = [(IDLE[cause][0], "", f"idle {cause}") for cause in Cause if cause in causes]
     items = (f"<li><i class='box {kind}' style='{style}'></i>{escape(name)}</li>" for name, style, kind in work + idle)
