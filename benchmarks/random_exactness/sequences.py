@@ -190,6 +190,13 @@ class SequenceCase:
             self.axes["layers before the cut"] = self.before
         self.is_tied = self.kind == "cut" and happens(self.dice, 0.1)
         self.rows, self.length = self.dice.randint(1, 7), self.dice.randint(3, 20)
+        # By dice of its own, so that other cases draw what they drew before there were any.
+        far = Dice(f"{seed} long skips")
+        pairs = [(begin, end) for end in range(len(self.names)) for begin in range(end)]
+        has_any = self.kind != "images" and pairs and happens(far, 0.35)
+        self.long_skips = far.sample(pairs, far.randint(1, min(3, len(pairs)))) if has_any else []
+        if self.long_skips:
+            self.axes["skips past layers"] = self.long_skips
 
     def models(self) -> tuple[nn.Module, nn.Module]:
         return self._model(), self._model()
@@ -200,7 +207,11 @@ class SequenceCase:
         torch.manual_seed(4)
         table = BY_TOKEN | BY_ROW | CAUSAL
         begun = [layer for number, name in enumerate(self.before) for layer in table[name](f"before {number}")]
-        layers = [layer for number, name in enumerate(self.names) for layer in table[name](f"skip {number}")]
+        blocks = [table[name](f"skip {number}") for number, name in enumerate(self.names)]
+        for number, (stash, pop) in enumerate(self.long_skips):
+            skip = Skip(f"long {number}")
+            blocks[stash], blocks[pop] = [skip.stash(), *blocks[stash]], [*blocks[pop], skip.pop(), Sum()]
+        layers = [layer for block in blocks for layer in block]
         first = nn.Embedding(VOCABULARY, WIDTH)
         head = nn.Linear(WIDTH, VOCABULARY if self.kind == "cut" else CLASSES)
         end: Layers = [head] if self.kind == "cut" else [_Pool(), head]

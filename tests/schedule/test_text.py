@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from slipstream.errors import SlipstreamError
 from slipstream.schedule import (
+    COMMUNICATION,
     Action,
     Op,
     Schedule,
@@ -22,10 +23,17 @@ from slipstream.schedule import (
 )
 
 numbers = st.integers(0, 10**6)
+FAR = {Op.SEND_E, Op.RECV_E}  # always with a peer
 slice_actions = st.builds(
-    Action, st.sampled_from([op for op in Op if op is not Op.REDUCE_GRAD]), numbers, numbers, numbers
+    Action,
+    st.sampled_from([op for op in Op if op not in FAR | {Op.REDUCE_GRAD}]),
+    numbers,
+    numbers,
+    numbers,
+    st.just(-1),
 )
-actions = slice_actions | numbers.map(lambda stage: Action(Op.REDUCE_GRAD, stage))
+far_actions = st.builds(Action, st.sampled_from(sorted(COMMUNICATION)), numbers, numbers, numbers, numbers)
+actions = slice_actions | far_actions | numbers.map(lambda stage: Action(Op.REDUCE_GRAD, stage))
 
 
 @pytest.mark.parametrize(

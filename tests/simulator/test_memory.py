@@ -21,10 +21,12 @@ from slipstream.schedule import (
     make_schedule,
     one_f_one_b,
     send_windows,
+    sent_result,
     spread_vocabulary,
+    with_far_messages,
 )
 from slipstream.simulator import Footprint, MemoryKind, MemoryTable, StageSlice, UnitCost, memory_of, simulate
-from slipstream.simulator.memory_account import _SpreadHeadBuffers, order_bytes
+from slipstream.simulator.memory_account import _head_buffers, order_bytes
 from support.examples import examples
 from support.schedules import named_schedules
 
@@ -314,11 +316,11 @@ def test_a_unit_that_the_table_lacks() -> None:
 @pytest.mark.parametrize("embedding", [False, True])
 def test_buffers_of_a_spread_head_come_back(embedding: bool) -> None:
     """All but those of sends that nothing tells of: L's, and the last gradients of the first stage's input."""
-    schedule = spread_vocabulary(one_f_one_b(3, 4, 2), embedding=embedding)
-    sizes = {op: [size] * 8 for op, size in {Op.F: 1.0, Op.V: 100.0, Op.L: 1e4, Op.E: 1e6}.items()}
-    for rank, row in enumerate(schedule.actions):
-        buffers = _SpreadHeadBuffers(schedule, rank, sizes)
-        left = sum(size * change for action in row for size, change in buffers.changes(action))
+    schedule = with_far_messages(add_communication(spread_vocabulary(one_f_one_b(3, 4, 2), embedding=embedding)))
+    sizes = {Op.F: 1.0, Op.V: 100.0, Op.L: 1e4, Op.E: 1e6, Op.B: 1e6}
+    for rank in range(3):
+        changes = [change for _, changes in _head_buffers(schedule, rank) for change in changes]
+        left = sum(sizes[sent_result(send, schedule).op] * change for send, change in changes)
         assert left % 1e4 == 0  # none of F and V
         assert left % 1e6 == (8 * 2 * 1e4 if rank == 2 else 0)
         assert (left >= 1e6) == (embedding and rank == 0)

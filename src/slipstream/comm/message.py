@@ -13,7 +13,7 @@ from torch import Tensor
 from slipstream.errors import RankFailedError
 from slipstream.model import Tensors, TensorSpec, torch_dtype
 from slipstream.number_format import FORMATS
-from slipstream.schedule import Action, Op, SkipSend
+from slipstream.schedule import Action, Op
 
 _BLOCK = 16  # int64 words that a header is a multiple of: op, stage, microbatch, slice, number of tensors; then of each
 # of them dtype, number of dimensions, shape; padding
@@ -27,7 +27,7 @@ _OPS = tuple(Op)
 _NEVER_COPIED = -1  # in place of an op
 _Came = tuple[Action, list[tuple[torch.Size, torch.dtype]]]
 
-Message = Action | SkipSend  # the key of a SEND on both ends
+Message = Action  # the SEND, on both ends
 
 
 class TransportError(RankFailedError):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slipstream.comm import LocalTransport, ScatterGather, Transport, connect_transport, skip_channels
+from slipstream.comm import LocalTransport, ScatterGather, Transport, connect_transport
 from slipstream.errors import SlipstreamError
 from slipstream.keyed_draws import keyed_seed
 from slipstream.model import PipelineStage
@@ -46,7 +46,7 @@ from slipstream.pipeline.tuning import FirstSteps, HeldBytes, StepSettings, rate
 from slipstream.pipeline.weights import WeightSource, gather_state, in_memory
 from slipstream.planner.joint import JointPlan, OutOfMemoryError
 from slipstream.planner.ragged import StageRates, StepPlan
-from slipstream.schedule import Schedule, send_windows, vocabulary_channels
+from slipstream.schedule import Schedule, far_channels, send_windows
 from slipstream.timeline import Timeline
 from slipstream.watchdog import board, watchdog_paused
 
@@ -168,8 +168,7 @@ class PipelineRuntime:
         if self.ranks.pipeline.size == 1:
             return LocalTransport()
         training = self.layout.training
-        skips = skip_channels(self.family.routes(self.layout), training) + vocabulary_channels(training)
-        return connect_transport(send_windows(training), self.device, self.ranks, skips)
+        return connect_transport(send_windows(training), self.device, self.ranks, far_channels(training))
 
     def _scattered(self, transport: Transport) -> Transport:
         """Returns the transport by which each of the tensor ranks sends its part of a message."""

@@ -1,6 +1,16 @@
 """The order of actions: schedules as data, their rules, generators and passes. Imports no torch."""
 
 from slipstream.schedule.action import BACKWARDS, COMMUNICATION, RECEIVES, SENDS, VOCABULARY, Action, Op, ScheduleError
+from slipstream.schedule.far_messages import (
+    Skip,
+    far_channels,
+    far_inputs,
+    far_sends,
+    is_here,
+    settlements,
+    user_of,
+    with_far_messages,
+)
 from slipstream.schedule.generators import (
     AUTOMATIC,
     SCHEDULES,
@@ -44,12 +54,12 @@ from slipstream.schedule.rules import (
     Operation,
     add_operation,
     awaited_send,
-    gradients_before,
     input_gradient,
     operations_on,
     predecessors,
     report_wait,
     sending,
+    sent_result,
 )
 from slipstream.schedule.schedule import (
     Schedule,
@@ -58,13 +68,5 @@ from slipstream.schedule.schedule import (
     check_microbatches,
     given_microbatches,
     slice_lengths,
-)
-from slipstream.schedule.side_messages import (
-    SideMessages,
-    SideTransport,
-    SkipSend,
-    VocabularyMessages,
-    side_channels,
-    vocabulary_channels,
 )
 from slipstream.schedule.validation import running_order, validate

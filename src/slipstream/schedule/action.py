@@ -44,6 +44,8 @@ class Op(str, metaclass=_Table):
     RECV_F: ClassVar[Op]  # this stage's input, from the stage before
     SEND_B: ClassVar[Op]  # the gradient of this stage's input, to the stage before
     RECV_B: ClassVar[Op]  # the gradient of this stage's output, from the next stage
+    SEND_E: ClassVar[Op]  # this rank's part of the first stage's input, to that stage, or its gradient from there
+    RECV_E: ClassVar[Op]
     OFFLOAD: ClassVar[Op]
     RELOAD: ClassVar[Op]
     REDUCE_GRAD: ClassVar[Op]
@@ -85,16 +87,17 @@ def named_operation(name: str) -> Op:
 def _action_text(ops: tuple[Op, ...]) -> re.Pattern[str]:
     """Returns the form of an action's text, with these operations."""
     names = "|".join(sorted(ops, key=len, reverse=True))
-    return re.compile(rf"{NUMBER}({names})(?:{NUMBER}(?:\.{NUMBER})?)?")
+    return re.compile(rf"{NUMBER}({names})(?:{NUMBER}(?:\.{NUMBER})?(?:>{NUMBER})?)?")
 
 
 for _name in Op.__annotations__:
     named_operation(_name)
 
 BACKWARDS = frozenset({Op.B, Op.I, Op.W})
-SENDS = frozenset({Op.SEND_F, Op.SEND_B})
-RECEIVES = frozenset({Op.RECV_F, Op.RECV_B})
+SENDS = frozenset({Op.SEND_F, Op.SEND_B, Op.SEND_E})
+RECEIVES = frozenset({Op.RECV_F, Op.RECV_B, Op.RECV_E})
 COMMUNICATION = SENDS | RECEIVES
+_PAST = frozenset({Op.SEND_E, Op.RECV_E})  # always past neighbours
 VOCABULARY = frozenset({Op.V, Op.L, Op.VW, Op.E, Op.EW})
 
 # SEND_F of stage g and RECV_F of stage g+1 are two ends of one message; gradients travel the other way.
@@ -103,6 +106,8 @@ _OTHER_END = {
     Op.RECV_F: (Op.SEND_F, -1),
     Op.SEND_B: (Op.RECV_B, -1),
     Op.RECV_B: (Op.SEND_B, 1),
+    Op.SEND_E: (Op.RECV_E, 0),  # always between stages that are named
+    Op.RECV_E: (Op.SEND_E, 0),
 }
 
 
@@ -110,22 +115,33 @@ class Action(NamedTuple):
     """One op of one stage on one slice of one microbatch; REDUCE_GRAD concerns the whole stage.
 
     It is a tuple because planning makes and looks up millions of them.
+
+    Args:
+        op: its operation.
+        stage: the one that it is of.
+        microbatch: of that stage.
+        slice: of the microbatch.
+        peer: the stage at the other end of a message past neighbours: of a skip, or between the rows of a spread
+            vocabulary and the model's ends. -1 for all other actions.
     """
 
     op: Op
     stage: int
     microbatch: int = 0
     slice: int = 0
+    peer: int = -1
 
     def __str__(self) -> str:
         """Returns `2F0.3` for stage 2, forward, microbatch 0, slice 3; `2REDUCE_GRAD` for a reduction."""
         if self.op is Op.REDUCE_GRAD:
             return f"{self.stage}{self.op}"
-        return f"{self.stage}{self.op}{self.microbatch}.{self.slice}"
+        return f"{self.stage}{self.op}{self.microbatch}.{self.slice}" + (f">{self.peer}" if self.peer >= 0 else "")
 
     def text(self, num_slices: int) -> str:
         """Returns the text form in a schedule of `num_slices` slices: with one slice, `2F0` instead of `2F0.0`."""
-        return str(self) if num_slices > 1 else str(self).removesuffix(".0")
+        if num_slices > 1:
+            return str(self)
+        return f"{str(self._replace(peer=-1)).removesuffix('.0')}" + (f">{self.peer}" if self.peer >= 0 else "")
 
     @classmethod
     def parse(cls, text: str) -> Action:
@@ -134,10 +150,16 @@ class Action(NamedTuple):
         if match is None or (match[2] == Op.REDUCE_GRAD) != (match[3] is None):
             raise ScheduleError(
                 f"{text!r} is not an action. Write stage, op, microbatch and slice, as in 2F0.3 "
-                f"(2F0 with one slice per microbatch, 2REDUCE_GRAD for a stage). Ops: {', '.join(Op)}."
+                "(2F0 with one slice per microbatch, 2REDUCE_GRAD for a stage, 2SEND_F0.3>4 for a message to stage 4). "
+                f"Ops: {', '.join(Op)}."
             )
-        stage, op, microbatch, index = match.groups(default="0")
-        return cls(Op(op), int(stage), int(microbatch), int(index))
+        stage, op, microbatch, index, peer = match.groups()
+        action = cls(Op(op), int(stage), int(microbatch or 0), int(index or 0), -1 if peer is None else int(peer))
+        if action.op in _PAST if peer is None else action.op not in COMMUNICATION:
+            raise ScheduleError(
+                f"{text!r} is not an action: a stage is named at the end, as in 2RECV_E0.3>1, of messages."
+            )
+        return action
 
     def with_op(self, op: Op) -> Action:
         """Returns another op of the same slice."""
@@ -147,6 +169,8 @@ class Action(NamedTuple):
     def other_end(self) -> Action:
         """The RECV that takes this SEND's message, or the SEND that fills this RECV."""
         op, step = _OTHER_END[self.op]
+        if self.peer >= 0:
+            return Action(op, self.peer, self.microbatch, self.slice, self.stage)
         return Action(op, self.stage + step, self.microbatch, self.slice)
 
     @property

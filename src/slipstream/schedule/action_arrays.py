@@ -156,13 +156,15 @@ class ActionArrays(ActionRows):
 
     @classmethod
     def of(cls, schedule: Schedule, alike: bool = True) -> ActionArrays:
-        """Returns the arrays of a schedule; microbatches with different numbers of slices aren't alike."""
+        """Returns the arrays of a schedule, without messages past neighbours; microbatches with different numbers of
+        slices aren't alike."""
         of_all = schedule, alike and not schedule.is_ragged
         if isinstance(rows := schedule.actions, ActionRows):
             return cls(rows.firsts, *rows.columns, *of_all)
-        actions = np.array([(NUMBERS[op], *place) for row in rows for op, *place in row], np.int64).reshape(-1, 4)
+        kept = [[action for action in row if action.peer < 0] for row in rows] if schedule.peers else rows
+        actions = np.array([(NUMBERS[op], *place) for row in kept for op, *place, _ in row], np.int64).reshape(-1, 4)
         op, stage, microbatch, index = np.ascontiguousarray(actions.T)
-        return cls(np.cumsum([0, *map(len, rows)]), op, stage, microbatch, index, *of_all)
+        return cls(np.cumsum([0, *map(len, kept)]), op, stage, microbatch, index, *of_all)
 
     def only(self, chosen: Flags | Ints) -> Schedule:
         """Returns the schedule with these actions alone: in their order, or of each rank in the order given."""

@@ -23,20 +23,24 @@ Seconds = Callable[[Action], float]
 Direction = Literal["activations", "gradients", "lookups"]
 
 
+_DIRECTIONS: dict[Op, Direction] = {Op.SEND_F: "activations", Op.SEND_B: "gradients", Op.SEND_E: "lookups"}
+
+
 class Channel(NamedTuple):
     """One communicator, first in, first out: all messages of one direction from one rank to another."""
 
     direction: Direction
     source: int
     destination: int
-    stages: tuple[int, ...] = ()  # the two ends of a skip past the stages between, which has a communicator of its own
+    stages: tuple[int, ...] = ()  # the two ends of a message past neighbours, which has a communicator of its own
 
 
 def channel(action: Action, schedule: Schedule) -> Channel:
     """Returns the channel of a SEND or RECV; source and destination are pipeline ranks."""
     send = action.send
     source, destination = schedule.placement[send.stage], schedule.placement[send.other_end.stage]
-    return Channel("activations" if send.op is Op.SEND_F else "gradients", source, destination)
+    stages = () if send.peer < 0 else (send.stage, send.peer)
+    return Channel(_DIRECTIONS[send.op], source, destination, stages)
 
 
 def forward_only(schedule: Schedule) -> Schedule:

@@ -7,7 +7,7 @@ table of operations, next to what time, memory and pictures need to know of each
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
@@ -36,18 +36,19 @@ def _helpers(ops: frozenset[Op]) -> dict[Op, tuple[Op, ...]]:
 
 
 def _before_forward(action: Action, schedule: Schedule) -> tuple[Action, ...]:
-    _, g, m, i = action
+    _, g, m, i, _ = action
     first = max(i - 1, 0) if schedule.reach is None else schedule.reach[m][i]
     before = [Action(Op.F, g, m, j) for j in range(first, i)]
     if g > 0:
         before.append(_input(Action(Op.F, g - 1, m, i), action, schedule))
     elif schedule.spreads_embedding:
-        before += [Action(Op.E, stage, m, i) for stage in schedule.vocabulary_stages]
-    return tuple(before)
+        lookups = (Action(Op.E, stage, m, i) for stage in schedule.vocabulary_stages)
+        before += [_result(lookup, action, Op.RECV_E, schedule) for lookup in lookups]
+    return (*before, *_skips(action, Op.RECV_F, schedule))
 
 
 def _before_backward(action: Action, schedule: Schedule) -> tuple[Action, ...]:
-    _, g, m, i = action
+    _, g, m, i, _ = action
     before = [action.with_op(Op.F)]
     if schedule.reach is not None:
         attending = (j for j in range(i + 1, schedule.slice_counts[m]) if schedule.reach[m][j] <= i)
@@ -58,7 +59,7 @@ def _before_backward(action: Action, schedule: Schedule) -> tuple[Action, ...]:
         before.append(_input(input_gradient(g + 1, m, i, schedule), action, schedule))
     elif schedule.spreads_vocabulary:
         before.append(action.with_op(Op.L))
-    return tuple(before)
+    return (*before, *_skips(action, Op.RECV_B, schedule))
 
 
 def _input(producer: Action, user: Action, schedule: Schedule) -> Action:
@@ -74,21 +75,51 @@ def _before_reduction(action: Action, schedule: Schedule) -> tuple[Action, ...]:
     return (*before, *(w for w in rows if w in schedule.positions))
 
 
+def _result(producer: Action, user: Action, receive: Op, schedule: Schedule) -> Action:
+    """Returns the action that brings a result past neighbours: the one that makes it, or a RECV."""
+    message = Action(receive, user.stage, user.microbatch, user.slice, producer.stage)
+    return message if message in schedule.positions else producer
+
+
+def _skips(action: Action, receive: Op, schedule: Schedule) -> Iterator[Action]:
+    """Yields the RECVs of the skips that a forward works on, or of the gradients that a backward does."""
+    if schedule.spreads_vocabulary:
+        return
+    for peer in schedule.peers.get((receive, action.stage), ()):
+        if (message := Action(receive, *action[1:4], peer)) in schedule.positions:
+            yield message
+
+
 def _before_logits(action: Action, schedule: Schedule) -> tuple[Action, ...]:
-    return (action.with_op(Op.F)._replace(stage=schedule.num_stages - 1),)
+    hidden = action.with_op(Op.F)._replace(stage=schedule.num_stages - 1)
+    return (_result(hidden, action, Op.RECV_F, schedule),)
 
 
 def _before_loss(action: Action, schedule: Schedule) -> tuple[Action, ...]:
-    return tuple(Action(Op.V, stage, *action[2:]) for stage in schedule.vocabulary_stages)
+    parts = (Action(Op.V, stage, *action[2:4]) for stage in schedule.vocabulary_stages)
+    return tuple(_result(part, action, Op.RECV_F, schedule) for part in parts)
 
 
 def _before_rows(action: Action, schedule: Schedule) -> tuple[Action, ...]:
-    return (action.with_op(Op.L)._replace(stage=schedule.num_stages - 1),)
+    loss = action.with_op(Op.L)._replace(stage=schedule.num_stages - 1)
+    return (_result(loss, action, Op.RECV_B, schedule),)
 
 
 def _before_embedding_rows(action: Action, schedule: Schedule) -> tuple[Action, ...]:
-    _, _, m, i = action
-    return (input_gradient(0, m, i, schedule),)
+    _, _, m, i, _ = action
+    return (_result(input_gradient(0, m, i, schedule), action, Op.RECV_E, schedule),)
+
+
+def sent_result(send: Action, schedule: Schedule) -> Action:
+    """Returns the action whose result a SEND carries."""
+    _, g, m, i, peer = send
+    from_last = peer >= 0 and schedule.spreads_vocabulary and g == schedule.num_stages - 1
+    if send.op is Op.SEND_E:
+        return input_gradient(0, m, i, schedule) if g == 0 else Action(Op.E, g, m, i)
+    if send.op is Op.SEND_B:
+        return Action(Op.L, g, m, i) if from_last else input_gradient(g, m, i, schedule)
+    is_part = peer >= 0 and schedule.spreads_vocabulary and not from_last
+    return Action(Op.V if is_part else Op.F, g, m, i)
 
 
 class Lane(Enum):
@@ -247,10 +278,8 @@ OPERATIONS: dict[Op, Operation] = {
         label="reload",
         colors=("#c3b6e3", "#c3b6e3"),
     ),
-    Op.SEND_F: _message(lambda action, _: (action.with_op(Op.F),), _SENT),
-    Op.SEND_B: _message(lambda action, schedule: (input_gradient(*action[1:], schedule),), _SENT),
-    Op.RECV_F: _message(lambda action, _: (action.other_end,), _FILLED),
-    Op.RECV_B: _message(lambda action, _: (action.other_end,), _FILLED),
+    **{op: _message(lambda send, schedule: (sent_result(send, schedule),), _SENT) for op in SENDS},
+    **{op: _message(lambda receive, _: (receive.other_end,), _FILLED) for op in RECEIVES},
 }
 """The table of operations. It is open: `add_operation` adds a row."""
 
@@ -273,18 +302,6 @@ def input_gradient(stage: int, microbatch: int, index: int, schedule: Schedule) 
     if Op.I in schedule.ops and (split := Action(Op.I, stage, microbatch, index)) in schedule.positions:
         return split
     return Action(Op.B, stage, microbatch, index)
-
-
-def gradients_before(schedule: Schedule) -> dict[Action, Action]:
-    """Returns for each E the last EW before it in its rank's order, which must have been given its gradient."""
-    last_readers: dict[Action, Action] = {}
-    for row in schedule.actions:
-        last = None
-        for action in row:
-            last = action if action.op is Op.EW else last
-            if action.op is Op.E and last is not None:
-                last_readers[action] = last
-    return last_readers
 
 
 _MESSAGES = {Op.F: (Op.SEND_F, Op.RECV_F), Op.B: (Op.SEND_B, Op.RECV_B), Op.I: (Op.SEND_B, Op.RECV_B)}
@@ -318,7 +335,7 @@ def _crosses_ranks(end: Action, schedule: Schedule) -> bool:
 
 def consumer(receive: Action, schedule: Schedule) -> Action:
     """Returns the action that needs the RECV's message."""
-    _, g, m, i = receive
+    _, g, m, i, _ = receive
     return Action(Op.F, g, m, i) if receive.op is Op.RECV_F else input_gradient(g, m, i, schedule)
 
 

@@ -179,6 +179,17 @@ class Schedule:
         """Whether sends and receives are written out."""
         return not self.ops.isdisjoint(COMMUNICATION)
 
+    @cached_property
+    def peers(self) -> dict[tuple[Op, int], tuple[int, ...]]:
+        """By op and stage, the stages at the other ends of messages past neighbours."""
+        if isinstance(self.actions, ActionRows) or not self.is_lowered:
+            return {}
+        ends = {(op, stage, peer) for row in self.actions for op, stage, _, _, peer in row if peer >= 0}
+        found: dict[tuple[Op, int], tuple[int, ...]] = {}
+        for op, stage, peer in sorted(ends):
+            found[op, stage] = (*found.get((op, stage), ()), peer)
+        return found
+
     @property
     def vocabulary_stages(self) -> tuple[int, ...]:
         """The stage next to which each rank has its rows of the vocabulary, if these are spread: the rank's last."""

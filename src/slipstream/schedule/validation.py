@@ -6,7 +6,7 @@ Errors show the rank x step grid with the offending actions marked.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import pairwise, product
 
 from slipstream.schedule.action import COMMUNICATION, OPS, RECEIVES, SENDS, VOCABULARY, Action, Op, ScheduleError
@@ -16,22 +16,35 @@ from slipstream.schedule.schedule import Schedule
 _AROUND = 5  # steps shown to either side of a mark of the grid
 
 
-def running_order(schedule: Schedule, rendezvous: bool = False) -> list[Action]:
+def running_order(
+    schedule: Schedule,
+    rendezvous: bool = False,
+    rows: Sequence[Sequence[Action]] | None = None,
+    when_stuck: Callable[[Sequence[int], Mapping[int, Action]], int | None] | None = None,
+) -> list[Action]:
     """Returns all actions in an order in which the ranks can run them, each rank in its own order.
 
     Posting a receive never waits, and an action that uses a message waits until both ends were reached. A send
     does not wait either, unless `rendezvous`: then it holds its rank until the receive is posted.
 
+    Args:
+        schedule: with all actions.
+        rendezvous: whether sends wait.
+        rows: the ranks' orders. None: the schedule's.
+        when_stuck: changes `rows`, given how far each rank has come and the action that each misses, and returns the
+            rank that can go on; None where none can.
+
     Raises:
         ScheduleError: the ranks get stuck; the message names the cycle of ranks that wait for each other.
     """
+    rows = schedule.actions if rows is None else rows
     done: dict[Action, None] = {}  # in order
     reached = [0] * schedule.num_ranks
     stuck: dict[Action, list[int]] = {}  # awaited action -> ranks that wait for it
     ready = deque(range(schedule.num_ranks))
     while ready:
         rank = ready.popleft()
-        row = schedule.actions[rank]
+        row = rows[rank]
         while reached[rank] < len(row):
             action = row[reached[rank]]
             missing = next((a for a in _awaited(action, schedule, rendezvous) if a not in done), None)
@@ -41,6 +54,9 @@ def running_order(schedule: Schedule, rendezvous: bool = False) -> list[Action]:
             done[action] = None
             reached[rank] += 1
             ready.extend(stuck.pop(action, ()))
+        if stuck and not ready and when_stuck is not None:
+            waiting = {rank: action for action, ranks in stuck.items() for rank in ranks}
+            ready.extend(() if (going := when_stuck(reached, waiting)) is None else (going,))
     if stuck:
         awaited = {rank: action for action, ranks in stuck.items() for rank in ranks}
         raise ScheduleError(_explain_stuck(schedule, reached, awaited))
@@ -120,7 +136,7 @@ _AFTER_BACKWARDS = {Op.V: Op.VW, Op.E: Op.EW}
 
 def _misplaced(action: Action, rank: int, schedule: Schedule) -> str:
     """Returns the problem of an action's place; "" if there is none."""
-    _, g, m, i = action
+    _, g, m, i, _ = action
     stages, microbatches = schedule.num_stages, schedule.num_microbatches
     slices = schedule.slice_counts[m] if 0 <= m < microbatches else schedule.num_slices
     if not (0 <= g < stages and 0 <= m < microbatches and 0 <= i < slices):

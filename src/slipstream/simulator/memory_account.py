@@ -9,7 +9,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, takewhile
 from typing import Any
 
 import numpy as np
@@ -17,16 +17,24 @@ import numpy as np
 from slipstream.array_types import Flags, Floats, Ints
 from slipstream.schedule import (
     BACKWARDS,
+    COMMUNICATION,
+    RECEIVES,
+    SENDS,
     VOCABULARY,
     Action,
     Channel,
     Op,
     Schedule,
-    SkipSend,
-    VocabularyMessages,
+    add_communication,
+    channel,
+    far_inputs,
+    is_here,
     send_window,
     sending,
+    sent_result,
+    settlements,
     unit_seconds,
+    with_far_messages,
     without_communication,
 )
 from slipstream.schedule.action import NUMBERS, OPS
@@ -276,69 +284,48 @@ class OrderBytes:
     def _head_changes(self) -> Iterator[tuple[Ints, Ints, Floats, Ints]]:
         """Yields the ranks, moments, sizes and changes of the buffers of a spread head's messages: of whole backwards,
         and of all others."""
-        arrays, of_whole, of_others = self.arrays, list[tuple[float, ...]](), list[tuple[float, ...]]()
+        of_whole, of_others = list[tuple[float, ...]](), list[tuple[float, ...]]()
         sizes = {op: sizes.tolist() for op, sizes in (*self.buffers.items(), (Op.F, self.payload + self.header))}
+        sizes |= {op: sizes.get(Op.E, []) for op in (Op.B, Op.I)}  # a gradient of embeddings is as large as they are
+        firsts = [*accumulate(self.arrays.schedule.slice_counts, initial=0)]
         done = iter(self._messages.done.tolist())
-        for rank, row in enumerate(arrays.schedule.actions):
-            spread = _SpreadHeadBuffers(arrays.schedule, rank, sizes)
-            for action in row:
+        lowered = with_far_messages(self.lowered or add_communication(self.arrays.schedule))
+        for rank in range(lowered.num_ranks):
+            for action, taken in _head_buffers(lowered, rank):
                 moment, changed = next(done), of_whole if action.op is Op.B else of_others
-                changed += [(rank, moment, *change) for change in spread.changes(action)]
+                for send, change in taken:
+                    size = sizes[sent_result(send, lowered).op][firsts[send.microbatch] + send.slice]
+                    changed.append((rank, moment, size, change))
         for changed in (of_whole, of_others):
             ranks, moments, own_bytes, changes = np.array(changed, float).reshape(-1, 4).T
             yield ranks.astype(int), moments.astype(int), own_bytes, changes.astype(int)
 
 
-class _SpreadHeadBuffers:
-    """The buffers of a spread head's messages on a rank, which its actions take and return as the executor does."""
-
-    def __init__(self, schedule: Schedule, rank: int, sizes: Mapping[Op, Sequence[float]]) -> None:
-        """`sizes` are the bytes of each buffer, header included, of every slice of all microbatches: of the message of
-        V, of L, and of E; of F, the head's input."""
-        self._sizes, self._firsts = sizes, [*accumulate(schedule.slice_counts, initial=0)]
-        self._messages = VocabularyMessages(rank, schedule, self, lambda message: ())
-        self._sent: defaultdict[Channel, deque[SkipSend]] = defaultdict(deque)
-        self._changes: list[tuple[float, int]] = []
-
-    def changes(self, action: Action) -> list[tuple[float, int]]:
-        """Returns, in order, the bytes of each buffer that the action takes, with 1, or returns, with -1."""
-        self._changes, incoming = [], self._messages.incoming(action)
-        self._messages.may_run(action)
-        for message in incoming:
-            self._messages.take(message)
-            if action.op is Op.F:
-                self._messages.release(message)
+def _head_buffers(schedule: Schedule, rank: int) -> Iterator[tuple[Action, list[tuple[Action, int]]]]:
+    """Yields a rank's actions that aren't messages, with the messages of a spread head whose buffers it has taken, 1,
+    or returned, -1, since the one before."""
+    sent, told = defaultdict[Channel, deque[Action]](deque), settlements(schedule, rank)
+    changes, row = list[tuple[Action, int]](), schedule.actions[rank]
+    for place, action in enumerate(row):
+        if action.op in COMMUNICATION:
+            continue
+        posted = list(takewhile(lambda before: before.op in COMMUNICATION, reversed(row[:place])))[::-1]
+        changes = [(receive.send, 1) for receive in posted if receive.op in RECEIVES and receive.peer >= 0]
+        mine = far_inputs(action, schedule)
+        for send in mine:
+            if (earlier := told.get(send)) is not None:
+                waiting = sent[channel(earlier, schedule)]
+                while earlier in waiting:
+                    changes.append((waiting.popleft(), -1))
         if action.op is Op.VW:  # V keeps the head's input until then
-            incoming = [*self._messages.incoming(action.with_op(Op.V)), *incoming]
-        if action.op not in (Op.F, Op.V):
-            for message in incoming:
-                self._messages.release(message)
-        self._messages.hand_on(action, ())
-        return self._changes
-
-    def send(self, channel: Channel, message: SkipSend, tensors: tuple[Any, ...]) -> None:
-        self._sent[channel].append(message)
-        self._count(message, 1)
-
-    def settle(self, channel: Channel, message: SkipSend) -> None:
-        while message in self._sent[channel]:
-            self._count(self._sent[channel].popleft(), -1)
-
-    def post_receive(self, channel: Channel, message: SkipSend, specs: Sequence[Any]) -> None:
-        self._count(message, 1)
-
-    def may_receive(self, message: SkipSend) -> bool:
-        return True
-
-    def receive(self, message: SkipSend) -> tuple[Any, ...]:
-        return ()
-
-    def release(self, message: SkipSend) -> None:
-        self._count(message, -1)
-
-    def _count(self, message: SkipSend, change: int) -> None:
-        op = Op.E if message.op in BACKWARDS else message.op  # a gradient of embeddings is as large as they are
-        self._changes.append((self._sizes[op][self._firsts[message.microbatch] + message.slice], change))
+            mine = [*far_inputs(action.with_op(Op.V), schedule), *mine]
+        if action.op is not Op.V:
+            changes += [(send, -1) for send in mine if not is_here(send, schedule)]
+        for after in takewhile(lambda after: after.op in COMMUNICATION, row[place + 1 :]):
+            if after.op in SENDS and after.peer >= 0:
+                changes.append((after, 1))
+                sent[channel(after, schedule)].append(after)
+        yield action, changes
 
 
 def _freeing_late(ops: Sequence[int]) -> Iterator[int]:

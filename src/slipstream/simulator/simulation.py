@@ -18,6 +18,7 @@ from slipstream.schedule import (
     predecessors,
     running_order,
     sending,
+    sent_result,
     without_communication,
 )
 from slipstream.simulator.costs import (
@@ -214,6 +215,9 @@ class _Simulation:
         """Returns when the message arrives, and when its channel is free again."""
         line = channel(send, self.schedule)
         start = max(ready, self.line_free.get(line, ready))
+        if send.peer >= 0 and self.schedule.spreads_vocabulary:
+            made = sent_result(send, self.schedule)
+            return start + result_seconds(self.cost, made, line.source, line.destination), start
         occupied = self.cost.link_occupied(send, line.source, line.destination)
         self.line_free[line] = start + occupied
         return start + self.cost.link_seconds(send, line.source, line.destination), start + occupied

@@ -253,7 +253,7 @@ class _Kinds:
 
 
 def _span(span: Span, timeline: Timeline, kinds: _Kinds) -> list[Any]:
-    op, stage, microbatch, index = span.action
+    op, stage, microbatch, index, _ = span.action
     name = OPERATIONS[op].label if OPERATIONS[op].lane is Lane.RANK else "message"
     where = f"{name}, stage {stage}, microbatch {microbatch}, slice {index}"
     return _box(span, kinds.of(span.action), timeline.label(span.action), where, timeline)

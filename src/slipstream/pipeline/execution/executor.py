@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from slipstream.attention import ContextStore
-from slipstream.comm import Message, Transport, TransportError
+from slipstream.comm import Transport, TransportError
 from slipstream.model import PipelineStage, Tensors, copied_from_messages
 from slipstream.model.autograd_memory import RecomputePolicy
 from slipstream.model.hooks import note_output
@@ -33,7 +33,7 @@ from slipstream.pipeline.execution.step_state import (
     stage_inputs,
     with_zeros,
 )
-from slipstream.schedule import Action, Op, Schedule, report_wait
+from slipstream.schedule import RECEIVES, SENDS, Action, Op, Schedule, report_wait
 from slipstream.timeline import Span
 from slipstream.watchdog import board, note_order
 
@@ -67,10 +67,8 @@ class Executor:
             Op.R: self._replay,
             Op.OFFLOAD: partial(self._timed, self._saved.offload),
             Op.RELOAD: partial(self._timed, self._saved.reload),
-            Op.SEND_F: self._send,
-            Op.SEND_B: self._send,
-            Op.RECV_F: self._post_receive,
-            Op.RECV_B: self._post_receive,
+            **dict.fromkeys(SENDS, self._send),
+            **dict.fromkeys(RECEIVES, self._post_receive),
             Op.REDUCE_GRAD: partial(self._timed, lambda step: reduce_gradients(step.action.stage)),
             **dict.fromkeys((Op.V, Op.L, Op.VW, Op.E, Op.EW), self._run_rows),
         }
@@ -99,10 +97,10 @@ class Executor:
             self._parameters = {g: [*stage.model.parameters()] for g, stage in self._stages.items()}
         self._run, self._state = run, state or StepState.of(batch, self._device)
         self._stopwatch = Stopwatch(self._rank, self._device)
-        place = self._rank, schedule, self._stages
-        self._messages = StageMessages(*place, self._transport, self._state, self._stopwatch)
-        spreads = schedule.spreads_vocabulary
-        self._head = SpreadHeadActions(*place, self._transport, self._state, self._stopwatch) if spreads else None
+        self._messages = StageMessages(schedule, self._stages, self._transport, self._state, self._stopwatch)
+        self._head = None
+        if schedule.spreads_vocabulary and (far := self._messages.far) is not None:
+            self._head = SpreadHeadActions(schedule, self._stages, far, self._state, self._stopwatch)
         if self._saves:
             self._saved.begin(self._state, moves)
         return self._actions(schedule)
@@ -111,7 +109,9 @@ class Executor:
         """Returns (sum, count) of the losses of this rank's slices. Raises RuntimeError if anything is left over."""
         self._transport.finish()
         self.log_probabilities, self._state.log_probabilities = self._state.log_probabilities, {}
-        leftovers = self._state.leftovers() + self._messages.leftovers()
+        leftovers = self._state.leftovers()
+        if self._messages.far is not None:
+            leftovers += self._messages.far.leftovers()
         if self._head is not None:
             leftovers += self._head.leftovers()
         if leftovers:
@@ -124,17 +124,16 @@ class Executor:
         return self._stopwatch.spans()
 
     def _actions(self, schedule: Schedule) -> Generator[Action]:
-        mine, head = board(), self._head
+        mine = board()
         note_order(self._rank, schedule)
         try:
             for index, step in enumerate(self._program):
-                action, awaited = step.action, step.awaited
+                action = step.action
                 if mine is not None:
                     mine.set_action(index)
-                while awaited is not None and not self._transport.may_receive(awaited):
-                    yield action
-                while head is not None and not head.messages.may_run(action):
-                    yield action
+                for awaited in step.messages:
+                    while not self._transport.may_receive(awaited):
+                        yield action
                 self._handlers[action.op](step)
             if mine is not None:
                 mine.set_action(-1)
@@ -164,7 +163,7 @@ class Executor:
 
     def _run_rows(self, step: ProgramStep) -> None:
         assert self._head is not None
-        self._head.run(step.action)
+        self._head.run(step)
 
     def _timed_run(self, step: ProgramStep, inputs: Tensors, compute: Computation) -> Tensors:
         began = self._stopwatch.mark()
@@ -186,12 +185,12 @@ class Executor:
         if not stage.is_last:
             self._messages.hand_on(step, outputs, self._state.handed)
         elif self._head is not None:
-            self._head.spread(step.action, *outputs)
+            self._head.spread(step, *outputs)
 
     def _inputs(self, step: ProgramStep) -> Tensors:
         """Returns the inputs of F; the first stage has none, or the embeddings where all ranks' rows embed."""
         if step.action.stage == 0:
-            return () if self._head is None or not self._head.embeds else (self._head.embedded(step.action),)
+            return () if self._head is None or not self._head.embeds else (self._head.embedded(step),)
         inputs = self._messages.take(step, self._state.handed)
         if not step.is_offloaded:
             return inputs
@@ -250,7 +249,7 @@ class Executor:
         # All but the weight gradients of linear layers. W needs the received tensors, so it releases them.
         self._state.for_weights[step.key] = self._differentiate(step, self._compute_input_gradients)
 
-    def _differentiate(self, step: ProgramStep, compute: Callable[[SliceKey, Tensors], Tensors]) -> list[Message]:
+    def _differentiate(self, step: ProgramStep, compute: Callable[[SliceKey, Tensors], Tensors]) -> list[Action]:
         """Runs the backward of one slice, and returns the messages whose buffers it worked on."""
         has_loss = self._stages[step.action.stage].has_loss
         gradients = () if has_loss else self._messages.take(step, self._state.gradients)
@@ -262,7 +261,7 @@ class Executor:
         if step.neighbour is not None:
             self._messages.hand_on(step, full, self._state.gradients)
         elif full and self._head is not None:
-            self._head.spread(step.action, *full)
+            self._head.spread(step, *full)
         received = self._messages.received(step)
         return received if step.is_offloaded else received + self._messages.received(step, of_forward=True)
 

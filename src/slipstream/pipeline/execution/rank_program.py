@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from slipstream.schedule import (
@@ -13,6 +14,10 @@ from slipstream.schedule import (
     Schedule,
     awaited_send,
     channel,
+    far_inputs,
+    far_sends,
+    predecessors,
+    settlements,
 )
 
 SliceKey = tuple[int, int, int]  # stage, microbatch, slice
@@ -30,11 +35,17 @@ class ProgramStep(NamedTuple):
     trains: bool  # whether the stage has backwards
     awaited: Action | None  # the SEND of the action's input, where that comes from another rank
     forward_awaited: Action | None  # likewise of the slice's F
+    far: tuple[Action, ...]  # the SENDs past neighbours of its inputs from other ranks
+    forward_far: tuple[Action, ...]  # likewise of the slice's F
+    messages: tuple[Action, ...]  # all SENDs that it waits for
+    told: dict[Action, tuple[Channel, Action]]  # the last SEND from here of which each of them tells that it came
     result: Action  # the SEND with which the result of F, B or I would go to another rank
     neighbour: SliceKey | None  # the slice on the stage that gets the result; None where no stage does
     is_local: bool  # whether that stage is on this rank
     channel: Channel | None  # of a SEND or RECV
     message: Action  # the SEND that a SEND or RECV is an end of
+    inputs: tuple[Action, ...]  # the SENDs of a spread head's messages to it, from this rank too
+    results: tuple[Action, ...]  # and of its result, to this rank too
     is_recomputed: bool
     is_offloaded: bool
     is_last_slice: bool  # of its microbatch
@@ -42,26 +53,42 @@ class ProgramStep(NamedTuple):
 
 def program_of(schedule: Schedule, rank: int) -> list[ProgramStep]:
     """Returns a rank's steps, action by action."""
-    return [_step(action, schedule, rank) for action in schedule.actions[rank]]
+    told = {send: (channel(earlier, schedule), earlier) for send, earlier in settlements(schedule, rank).items()}
+    return [_step(action, schedule, rank, told) for action in schedule.actions[rank]]
 
 
-def _step(action: Action, schedule: Schedule, rank: int) -> ProgramStep:
+def _step(action: Action, schedule: Schedule, rank: int, told: Mapping[Action, tuple[Channel, Action]]) -> ProgramStep:
     g, m, i = key = key_of(action)
     is_forward = action.op is Op.F
     to = g + 1 if is_forward else g - 1
     gets_result = to < schedule.num_stages if is_forward else schedule.trains(to)
+    far, awaited = _far(action, schedule), awaited_send(action, schedule)
+    inputs = tuple(far_inputs(action, schedule)) if schedule.spreads_vocabulary else ()
     return ProgramStep(
         action=action,
         key=key,
         trains=schedule.trains(g),
-        awaited=awaited_send(action, schedule),
+        awaited=awaited,
         forward_awaited=awaited_send(action.with_op(Op.F), schedule),
+        far=far,
+        forward_far=_far(action.with_op(Op.F), schedule),
+        messages=far if awaited is None else (awaited, *far),
+        told={send: told[send] for send in (*far, *inputs) if send in told},
         result=action.with_op(Op.SEND_F if is_forward else Op.SEND_B),
         neighbour=(to, m, i) if gets_result else None,
         is_local=gets_result and schedule.placement[to] == rank,
         channel=channel(action, schedule) if action.op in COMMUNICATION else None,
         message=action.other_end if action.op in RECEIVES else action,
+        inputs=inputs,
+        results=tuple(far_sends(action, schedule)) if schedule.spreads_vocabulary else (),
         is_recomputed=action.with_op(Op.R) in schedule.positions,
         is_offloaded=action.with_op(Op.OFFLOAD) in schedule.positions,
         is_last_slice=action.op is not Op.REDUCE_GRAD and i == schedule.slice_counts[m] - 1,
     )
+
+
+def _far(action: Action, schedule: Schedule) -> tuple[Action, ...]:
+    """Returns the SENDs past neighbours that an action waits for."""
+    if not schedule.peers or action.op in COMMUNICATION:
+        return ()
+    return tuple(before.send for before in predecessors(action, schedule) if before.peer >= 0)

@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from slipstream.comm import Transport
-from slipstream.model import PipelineStage, TensorSpec
+from slipstream.model import PipelineStage
 from slipstream.model.vocabulary import HeadRows, RowSoftmax, combine
-from slipstream.pipeline.execution.rank_program import SliceKey, key_of
+from slipstream.pipeline.execution.far_tensors import FarTensors
+from slipstream.pipeline.execution.rank_program import ProgramStep, SliceKey
 from slipstream.pipeline.execution.step_state import StepState, Stopwatch
-from slipstream.schedule import Action, Op, Schedule, SkipSend, VocabularyMessages
+from slipstream.schedule import Action, Op, Schedule
 
 
 class PartOfSlice(NamedTuple):
@@ -23,7 +23,7 @@ class PartOfSlice(NamedTuple):
 
     hidden: Tensor
     softmax: RowSoftmax
-    message: SkipSend
+    message: Action
 
 
 class SpreadHeadActions:
@@ -31,104 +31,97 @@ class SpreadHeadActions:
 
     def __init__(
         self,
-        rank: int,
         schedule: Schedule,
         stages: Mapping[int, PipelineStage],
-        transport: Transport,
+        far: FarTensors,
         state: StepState,
         stopwatch: Stopwatch,
     ) -> None:
         self._schedule, self._stages, self._state, self._stopwatch = schedule, stages, state, stopwatch
         self.embeds = schedule.spreads_embedding
-        stage, has_backward = next(iter(stages.values())), schedule.has_backward
-
-        # Not a method: the cycle of references would keep the step's tensors until garbage is collected.
-        def specs(message: SkipSend) -> list[TensorSpec]:
-            piece = state.batch.slices[message.microbatch][message.slice]
-            return stage.rows_messages(message.op, piece, has_backward)
-
-        self.messages = VocabularyMessages(rank, schedule, transport, specs)
+        self._far = far
         self._parts: dict[SliceKey, PartOfSlice] = {}
 
-    def run(self, action: Action) -> None:
+    def run(self, step: ProgramStep) -> None:
         """Runs a V, L, VW, E or EW."""
         rules = {Op.V: self._logits, Op.L: self._loss, Op.VW: self._weights, Op.E: self._look_up}
-        rules.get(action.op, self._add_lookups)(action)
+        rules.get(step.action.op, self._add_lookups)(step)
 
     def leftovers(self) -> list[str]:
-        leftovers = [f"parts of the vocabulary: {list(self._parts)}"] if self._parts else []
-        return leftovers + self.messages.leftovers()
+        return [f"parts of the vocabulary: {list(self._parts)}"] if self._parts else []
 
-    def spread(self, action: Action, hidden: Tensor) -> None:
-        """Sends to every rank the output of the last stage's F, or the gradient of the first stage's input."""
-        self.messages.hand_on(action, (hidden,))
+    def spread(self, step: ProgramStep, *tensors: Tensor) -> None:
+        """Sends a result to all rows that work on it, or to the end of the model."""
+        for send in step.results:
+            self._far.hand_on(send, tensors)
 
-    def _look_up(self, action: Action) -> None:
+    def _look_up(self, step: ProgramStep) -> None:
         """Runs E."""
+        action = step.action
         began = self._stopwatch.mark()
         embeddings = self._rows(action.stage).look_up(self._ids(action))
         self._stopwatch.record(action, began)
-        self.messages.hand_on(action, (embeddings,))
+        self.spread(step, embeddings)
 
-    def embedded(self, forward: Action) -> Tensor:
+    def embedded(self, step: ProgramStep) -> Tensor:
         """Returns the first stage's input: the sum of all ranks' embeddings."""
         total: Tensor | None = None
-        for message in self.messages.incoming(forward):
-            (part,) = self.messages.take(message)
+        for send in step.inputs:
+            (part,) = self._far.take(send, step)
             total = part.clone() if total is None else total.add_(part)
-            self.messages.release(message)
+            self._far.release(send)
         assert total is not None
         return total
 
-    def _add_lookups(self, action: Action) -> None:
+    def _add_lookups(self, step: ProgramStep) -> None:
         """Runs EW."""
-        (message,) = self.messages.incoming(action)
-        (gradient,) = self.messages.take(message)
+        action, (send,) = step.action, step.inputs
+        (gradient,) = self._far.take(send, step)
         began = self._stopwatch.mark()
         self._rows(action.stage).add_lookups(self._ids(action), gradient)
         self._stopwatch.record(action, began)
-        self.messages.release(message)
+        self._far.release(send)
 
-    def _logits(self, action: Action) -> None:
+    def _logits(self, step: ProgramStep) -> None:
         """Runs V."""
-        (message,) = self.messages.incoming(action)
-        (hidden,) = self.messages.take(message)
+        action, (send,) = step.action, step.inputs
+        (hidden,) = self._far.take(send, step)
         began = self._stopwatch.mark()
         targets = self._targets(action)
         part = self._rows(action.stage).softmax(hidden, targets, self._schedule.has_backward)
         self._stopwatch.record(action, began)
         if self._schedule.has_backward:
             statistics = part._replace(mean=None, target=None)  # which go to the last stage
-            self._parts[key_of(action)] = PartOfSlice(hidden, statistics, message)
+            self._parts[step.key] = PartOfSlice(hidden, statistics, send)
         else:
-            self.messages.release(message)
-        self.messages.hand_on(action, tuple(tensor for tensor in part[:3] if tensor is not None))
+            self._far.release(send)
+        self.spread(step, *(tensor for tensor in part[:3] if tensor is not None))
 
-    def _loss(self, action: Action) -> None:
+    def _loss(self, step: ProgramStep) -> None:
         """Runs L: adds the slice's loss to the step's, and leaves the gradient for the last stage's backward."""
-        incoming = self.messages.incoming(action)
-        parts = [RowSoftmax(*self.messages.take(message)) for message in incoming]
+        action = step.action
+        parts = [RowSoftmax(*self._far.take(send, step)) for send in step.inputs]
         began = self._stopwatch.mark()
         combined = combine(parts, self._targets(action), self._state.batch.loss_weight)
         self._state.loss += combined.total
         self._state.count += combined.num_valid
         self._stopwatch.record(action, began)
-        for message in incoming:
-            self.messages.release(message)
+        for send in step.inputs:
+            self._far.release(send)
         if combined.gradient is not None:
-            self._state.gradients[key_of(action)] = (combined.gradient,)
-            self.messages.hand_on(action, (combined.logsumexp,))
+            self._state.gradients[step.key] = (combined.gradient,)
+            self.spread(step, combined.logsumexp)
 
-    def _weights(self, action: Action) -> None:
+    def _weights(self, step: ProgramStep) -> None:
         """Runs VW."""
-        (message,) = self.messages.incoming(action)
-        (logsumexp,) = self.messages.take(message)
-        hidden, part, came = self._parts.pop(key_of(action))
+        action, (send,) = step.action, step.inputs
+        (logsumexp,) = self._far.take(send, step)
+        hidden, part, came = self._parts.pop(step.key)
         began, weight = self._stopwatch.mark(), self._state.batch.loss_weight
         self._rows(action.stage).add_gradients(hidden, self._targets(action), part, logsumexp, weight)
         self._stopwatch.record(action, began)
-        self.messages.release(came)
-        self.messages.release(message)
+        self._far.release(came)
+        self._far.release(send)
 
     def _rows(self, stage: int) -> HeadRows:
         rows = self._stages[stage].vocabulary

@@ -14,13 +14,14 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from slipstream.attention import ContextStore
 from slipstream.autograd_calls import begin_graph
-from slipstream.comm import Message, SkipMessages, Transport
+from slipstream.comm import Transport
 from slipstream.model import PipelineStage, Tensors, TensorSpec, storage_id, storage_ids
 from slipstream.model.autograd_memory import SliceReplay
 from slipstream.model.weight_gradients import WeightGradient
 from slipstream.pipeline.cut_batch import SplitBatch
+from slipstream.pipeline.execution.far_tensors import FarTensors
 from slipstream.pipeline.execution.rank_program import ProgramStep, SliceKey
-from slipstream.schedule import Action, Op, Schedule
+from slipstream.schedule import Action, Op, Schedule, sent_result
 from slipstream.timeline import Span
 
 
@@ -57,7 +58,7 @@ class StepState:
     gradients: dict[SliceKey, Tensors] = field(default_factory=dict)  # of a stage's outputs, from the same rank
     outgoing: dict[Action, Tensors] = field(default_factory=dict)  # computed, not yet sent
     weights: dict[SliceKey, list[WeightGradient]] = field(default_factory=dict)  # left by I for W
-    for_weights: dict[SliceKey, list[Message]] = field(default_factory=dict)  # whose buffers W reads
+    for_weights: dict[SliceKey, list[Action]] = field(default_factory=dict)  # whose buffers W reads
     sequence_sums: dict[int, Tensor] = field(default_factory=dict)  # by microbatch, of its slices so far
     log_probabilities: dict[int, Tensor] = field(default_factory=dict)  # of whole sequences, by microbatch
     loss_gradients: dict[int, Tensor] = field(default_factory=dict)  # of whole sequences' sums, by microbatch
@@ -153,7 +154,6 @@ class StageMessages:
     """The inputs, outputs and gradients of one rank's stages in one step, with the skips past others.
 
     Args:
-        rank: the one that has the stages.
         schedule: lowered.
         stages: of the rank.
         transport: sends and receives.
@@ -163,7 +163,6 @@ class StageMessages:
 
     def __init__(
         self,
-        rank: int,
         schedule: Schedule,
         stages: Mapping[int, PipelineStage],
         transport: Transport,
@@ -175,10 +174,14 @@ class StageMessages:
         # nothing here knows itself: such a circle would hold the step's tensors until it is collected
         self.specs = partial(_specs, schedule, stages, state)
         """Returns the specs of what a stage receives or sends in messages of an op, given that and the slice's key."""
-        self._skips: SkipMessages | None = None
+        self._far_specs = partial(_far_specs, schedule, stages, state)
+        self._has_skips = False
         for stage in stages.values():
-            if stage.has_skips:
-                self._skips = SkipMessages(rank, schedule, transport, self.specs)
+            self._has_skips |= stage.has_skips
+        self.far: FarTensors | None = None
+        if self._has_skips or schedule.spreads_vocabulary:
+            received = partial(_note_received, self._posted, stopwatch)
+            self.far = FarTensors(schedule, transport, state.outgoing, received)
 
     def take(self, step: ProgramStep, local: dict[SliceKey, Tensors]) -> Tensors:
         """Returns the input of F or a backward: received, or left in `local` by stages of this rank."""
@@ -187,14 +190,17 @@ class StageMessages:
         else:
             regular = self._transport.receive(step.awaited)
             self._stopwatch.record(*self._posted.pop(step.awaited))
-        return regular if self._skips is None else (*regular, *self._skips.take_all(step.action))
+        if self.far is None or not self._has_skips:
+            return regular
+        specs = self.specs(Op.RECV_F if step.action.op is Op.F else Op.RECV_B, step.key)
+        return (*regular, *self.far.take_all(step, specs))
 
     def hand_on(self, step: ProgramStep, tensors: Tensors, local: dict[SliceKey, Tensors]) -> None:
         """Passes the result of F or a backward to the neighbouring stage: as a message, or in `local` where that stage
         is here too. Skips are sent to their stages immediately."""
         assert step.neighbour is not None
-        if self._skips is not None:
-            tensors = self._skips.hand_on(step.result, tensors)
+        if self.far is not None and self._has_skips:
+            tensors = self.far.hand_on_all(step, tensors, self.specs(step.result.op, step.key))
         if step.is_local:
             local[step.neighbour] = tuple(map(Tensor.detach, tensors))
         else:
@@ -203,15 +209,19 @@ class StageMessages:
     def send(self, step: ProgramStep) -> None:
         """Runs a SEND."""
         assert step.channel is not None
-        self._transport.send(step.channel, step.action, self._state.outgoing.pop(step.action))
+        # A skip that needs no gradient has none to send back.
+        self._transport.send(step.channel, step.action, self._state.outgoing.pop(step.action, ()))
 
     def post_receive(self, step: ProgramStep) -> None:
         """Runs a RECV: from now on the message may arrive."""
         assert step.channel is not None
         self._posted[step.message] = step.action, self._stopwatch.mark()
-        specs = self.specs(step.action.op, step.key)
-        if self._skips is not None:
-            specs = [spec for spec in specs if spec.peer is None]
+        if step.action.peer >= 0:
+            specs = self._far_specs(step)
+        else:
+            specs = self.specs(step.action.op, step.key)
+            if self._has_skips:
+                specs = [spec for spec in specs if spec.peer is None]
         self._transport.post_receive(step.channel, step.message, specs)
 
     def release(self, step: ProgramStep) -> None:
@@ -219,17 +229,27 @@ class StageMessages:
         for message in self.received(step):
             self._transport.release(message)
 
-    def received(self, step: ProgramStep, of_forward: bool = False) -> list[Message]:
+    def received(self, step: ProgramStep, of_forward: bool = False) -> list[Action]:
         """Returns the messages that an action works on, or with `of_forward` its slice's F."""
         awaited = step.forward_awaited if of_forward else step.awaited
-        regular: list[Message] = [] if awaited is None else [awaited]
-        if self._skips is None:
-            return regular
-        return [*regular, *self._skips.received(step.action.with_op(Op.F) if of_forward else step.action)]
+        regular: list[Action] = [] if awaited is None else [awaited]
+        return [*regular, *(step.forward_far if of_forward else step.far)] if self._has_skips else regular
 
-    def leftovers(self) -> list[str]:
-        """Returns a description of each skip that nobody took."""
-        return [] if self._skips is None else self._skips.leftovers()
+
+def _note_received(posted: dict[Action, Any], stopwatch: Stopwatch, send: Action) -> None:
+    stopwatch.record(*posted.pop(send))
+
+
+def _far_specs(
+    schedule: Schedule, stages: Mapping[int, PipelineStage], state: StepState, step: ProgramStep
+) -> Sequence[TensorSpec]:
+    """Returns the specs of the tensors in a message past neighbours that comes to a stage."""
+    g, m, i = step.key
+    if not schedule.spreads_vocabulary:
+        specs = _specs(schedule, stages, state, step.action.op, step.key)
+        return [spec for spec in specs if spec.peer == step.action.peer]
+    made = sent_result(step.message, schedule).op
+    return stages[g].rows_messages(made, state.batch.slices[m][i], schedule.has_backward)
 
 
 def _specs(
@@ -240,7 +260,7 @@ def _specs(
     stage, piece = stages[g], state.batch.slices[m][i]
     inwards = op in (Op.RECV_F, Op.SEND_B)  # of its forward
     specs = stage.receives(piece) if inwards else stage.sends(piece)
-    if inwards and g > 0 and not schedule.trains(g - 1):  # nobody below needs their gradients
+    if inwards and 0 < g == schedule.num_frozen_stages:  # nobody below needs their gradients
         specs = tuple(spec._replace(needs_gradient=False) for spec in specs)
     return specs if op in (Op.RECV_F, Op.SEND_F) else [spec for spec in specs if spec.needs_gradient]
 

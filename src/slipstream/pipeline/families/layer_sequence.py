@@ -36,7 +36,7 @@ from slipstream.pipeline.tuning.row_plan import granularity_for
 from slipstream.planner.joint import JointPlan, JointProblem, find_joint_plan
 from slipstream.planner.partition import partition_layers
 from slipstream.profile.link_measurement import measure_link
-from slipstream.schedule import Schedule, SlicedMicrobatch
+from slipstream.schedule import Schedule, Skip, SlicedMicrobatch
 from slipstream.sequential import (
     BatchSlice,
     LayerBoundary,
@@ -184,7 +184,8 @@ class SequenceFamily(ModelFamily):
         what = "none" if self._has_segments else memory.recompute
         most, checked = max(map(len, stages)), memory.check_recompute
         recompute = RecomputePolicy.parse(what, most, besides="'segments', ", is_checked=checked)
-        return StageLayout(schedule, ranges, recompute, memory.offload, self._ranks.share_gradients)
+        reduces, skips = self._ranks.share_gradients, self._skips(ranges)
+        return StageLayout(schedule, ranges, recompute, memory.offload, reduces, skips=skips)
 
     def make_stages(self, layout: StageLayout) -> tuple[dict[int, SequentialStage], None]:
         what = layout.recompute
@@ -215,10 +216,12 @@ class SequenceFamily(ModelFamily):
         weights = StageWeights(NamedWeights(here), self._elsewhere)
         return GivenLosses(loss_fn, weights, self._ranks.data.size)
 
-    def routes(self, layout: StageLayout) -> list[tuple[int, int]]:
-        place = {index: stage_index for stage_index, owned in enumerate(_ranges(layout)) for index in owned}
-        ends = {(place[route.stash], place[route.pop]) for route in self._routes}
-        return sorted((stash, pop) for stash, pop in ends if pop > stash + 1)
+    def _skips(self, ranges: Sequence[LayerRange]) -> tuple[Skip, ...]:
+        """Returns the skips past stages; one that begins before the tokens are cut goes with the first slice alone."""
+        cut = len(self._layers) if self._cut is None else self._cut
+        place = {i: g for g, owned in enumerate(ranges) for i in range(int(owned.start), int(owned.stop))}
+        ends = {Skip(place[route.stash], place[route.pop], route.stash <= cut) for route in self._routes}
+        return tuple(sorted(skip for skip in ends if skip.pop > skip.stash + 1))
 
     def balance(self, layout: StageLayout) -> Balance:
         if self._costs is None:

@@ -102,10 +102,6 @@ class ModelFamily(ABC):
         """Returns the pipeline's ranks that hold each weight of several, in the order of its stages."""
         return {}
 
-    def routes(self, layout: StageLayout) -> list[tuple[int, int]]:
-        """Returns the pairs of stages that skips go between past others."""
-        return []
-
     def with_every_name(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Returns a whole model's state with tied weights under each of their names."""
         return state

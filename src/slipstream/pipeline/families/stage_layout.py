@@ -14,6 +14,7 @@ from slipstream.parallel import Ranks
 from slipstream.schedule import (
     Op,
     Schedule,
+    Skip,
     SlicedMicrobatch,
     add_communication,
     add_offload,
@@ -23,6 +24,7 @@ from slipstream.schedule import (
     forward_only,
     freeze_stages,
     spread_vocabulary,
+    with_far_messages,
 )
 
 
@@ -41,6 +43,7 @@ class StageLayout:
     spreads_vocabulary: bool = False  # whether every rank has some rows of the head
     spreads_embedding: bool = False  # which embed too
     num_frozen_stages: int = 0  # the first ones, of which nothing is trained
+    skips: tuple[Skip, ...] = ()  # past stages
 
     def __post_init__(self) -> None:
         check_communication(self.training)
@@ -48,12 +51,13 @@ class StageLayout:
     @cached_property
     def training(self) -> Schedule:
         """The lowered schedule of a step."""
-        return self._extended if self._extended.is_lowered else add_communication(self._extended)
+        lowered = self._extended if self._extended.is_lowered else add_communication(self._extended)
+        return with_far_messages(lowered, self.skips)
 
     @cached_property
     def evaluation(self) -> Schedule:
         """The lowered schedule of forwards alone, in the order of training within a rank."""
-        return add_communication(forward_only(self._extended))
+        return with_far_messages(add_communication(forward_only(self._extended)), self.skips)
 
     @cached_property
     def with_all_backwards(self) -> StageLayout:

@@ -22,7 +22,17 @@ from slipstream.pipeline.cut_batch import SplitBatch
 from slipstream.pipeline.execution import Executor, Losses, RankStep, StepState, key_of, run_together
 from slipstream.pipeline.parameters import Parameters
 from slipstream.profile import MemoryMeter, memory_meter
-from slipstream.schedule import BACKWARDS, RECEIVES, SENDS, Action, Op, Schedule, SlicedMicrobatch
+from slipstream.schedule import (
+    BACKWARDS,
+    RECEIVES,
+    SENDS,
+    Action,
+    Op,
+    Schedule,
+    SlicedMicrobatch,
+    sent_result,
+    with_far_messages,
+)
 from slipstream.simulator import Footprint, MemoryTable, StageSlice
 
 ADAMW_STATES = 2  # tensors per parameter, in its dtype: the running means of gradients and of their squares
@@ -211,7 +221,7 @@ def _run(step: RehearsedStep, like: StageSlice, split: bool, transport: Transpor
     options = step.losses, step.device, step.recompute, step.parameters.reduce
     executor = Executor(schedule.placement[like.stage], {like.stage: stage}, transport, *options)
     with _without_gradients(stage), memory_meter(step.device) as memory:
-        watch = _MemoryWatch(stage, memory)
+        watch = _MemoryWatch(stage, memory, schedule)
         executor.observe(watch)
         run_together([executor], schedule, step.batch, [RankStep(watch.run)])
         executor.finish()
@@ -219,10 +229,14 @@ def _run(step: RehearsedStep, like: StageSlice, split: bool, transport: Transpor
 
 
 class _MemoryWatch:
-    """An executor's observer that notes each action's change of memory; receives cost nothing here."""
+    """An executor's observer that notes each action's change of memory; receives cost nothing here.
 
-    def __init__(self, stage: PipelineStage, memory: MemoryMeter) -> None:
+    What is sent past neighbours is sent right after the action that makes it, to which that change belongs.
+    """
+
+    def __init__(self, stage: PipelineStage, memory: MemoryMeter, schedule: Schedule) -> None:
         self.changes: dict[Action, _Change] = {}
+        self._schedule = schedule
         self._parameters, self._memory = list(stage.model.parameters()), memory
         self._made: set[int] = set()  # the storages of the last results
 
@@ -240,6 +254,10 @@ class _MemoryWatch:
         if action.op not in RECEIVES:
             peak = self._memory.peak - self._before[0]
             total, context, gradients = map(sub, self._level(state), self._before)
+            if action.peer >= 0:
+                made = self.changes[producer := sent_result(action, self._schedule)]
+                self.changes[producer] = made._replace(total=made.total + total)
+                return
             factors = factors_of(state.weights.get(key_of(action), ()))
             is_shared = action.op is Op.I and not self._made.isdisjoint(storage_ids(factors))
             self.changes[action] = _Change(total, context, gradients, peak, is_shared)
@@ -295,13 +313,9 @@ def alone(like: StageSlice, split: bool, schedule: Schedule, num_slices: int) ->
     first_trained = schedule.num_frozen_stages
     if like.stage != first_trained and not (has_rows and embeds):  # its backward says to which stages gradients go
         rows[placement[first_trained]].append(Action(Op.B, first_trained, 0, 0))
-    return Schedule(
-        "rehearsal",
-        tuple(map(tuple, rows)),
-        placement,
-        num_microbatches=2,
-        num_slices=num_slices,
-    )
+    order = tuple(map(tuple, rows))
+    alone = Schedule("rehearsal", order, placement, num_microbatches=2, num_slices=num_slices)
+    return with_far_messages(alone, is_alone=True)
 
 
 def _sending(stage: int, microbatch: int, last: int, num_slices: int, embeds: bool) -> Iterator[Action]:
