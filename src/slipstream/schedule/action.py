@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from functools import cache
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from slipstream.errors import SlipstreamError
 
@@ -66,6 +66,13 @@ class Op(str, metaclass=_Table):
     def value(self) -> str:
         """The name, as plain text."""
         return str(self)
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
+        """Lets records that are read from files have operations, by their names."""
+        from pydantic_core.core_schema import no_info_after_validator_function, str_schema
+
+        return no_info_after_validator_function(cls, str_schema())
 
 
 # By these numbers, arrays name ops.
