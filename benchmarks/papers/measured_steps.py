@@ -44,10 +44,10 @@ from benchmarks.papers.tables import read, with_dropout
 from slipstream.cost import Cluster, CountedCosts, Degrees, ModelCount, StageParts, load_cluster
 from slipstream.planner.partition import partition_layers
 from slipstream.planner.plans import Configuration
-from slipstream.planner.search.bounds import PlacedPartition
+from slipstream.planner.search.placed_partition import PlacedPartition
 from slipstream.planner.search.plan_options import PlanOptions
-from slipstream.planner.search.plan_space import sequence_seconds
 from slipstream.planner.search.simulated_configuration import SimulatedConfiguration
+from slipstream.planner.search.slice_choices import sequence_seconds
 from slipstream.schedule import Op
 from slipstream.simulator.memory_account import OrderBytes
 

@@ -31,9 +31,10 @@ from slipstream.cost import (
 )
 from slipstream.cost.cluster_links import ClusterCost
 from slipstream.planner.plans import Configuration
-from slipstream.planner.search.bounds import PlacedPartition, ScheduleShape
+from slipstream.planner.search.placed_partition import PlacedPartition
 from slipstream.planner.search.plan_options import PlanOptions
 from slipstream.planner.search.plan_space import PlanSpace
+from slipstream.planner.search.schedule_shape import ScheduleShape
 from slipstream.schedule import Action, Op, Schedule, make_schedule
 from slipstream.schedule.action_arrays import ActionArrays
 

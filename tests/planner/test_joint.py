@@ -20,9 +20,11 @@ from slipstream.array_types import Floats, Ints
 from slipstream.cost import OPS, Costs, LinkTime, Numbers, Work, unit_bounds
 from slipstream.errors import SlipstreamError
 from slipstream.planner.joint import JointPlan, JointProblem, OutOfMemoryError, find_joint_plan, find_vocabulary_plan
-from slipstream.planner.joint.joint_search import FinalistSearch, find_spread_plan, placements, spread_costs
+from slipstream.planner.joint.finalists import FinalistSearch
+from slipstream.planner.joint.joint_search import placements
 from slipstream.planner.joint.placement_search import PlacementSearch, QuickOrder
 from slipstream.planner.joint.problem import MemoryAccount
+from slipstream.planner.joint.vocabulary_search import find_spread_plan, spread_costs
 from slipstream.planner.order.makespan_bounds import rank_bounds
 from slipstream.planner.order.order_search import find_order
 from slipstream.schedule import Action, Op, Schedule, validate

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from slipstream import SlipstreamError, partition_layers
 from slipstream.cost import NO_LINK
 from slipstream.planner.joint import SlicedUnits
-from slipstream.planner.joint.problem import SlowedStep
+from slipstream.planner.joint.slowed_step import SlowedStep
 from slipstream.schedule import make_schedule
 from support.plain_costs import PlainCosts
 

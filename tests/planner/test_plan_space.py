@@ -16,10 +16,12 @@ from slipstream.cost import AnalyticSource, CountedCosts, Degrees, partition_of
 from slipstream.planner.plans import Configuration, Mesh
 from slipstream.planner.search import bounds as search_bounds
 from slipstream.planner.search import search_plans
-from slipstream.planner.search.bounds import MemoryBound, NewestResults, PlacedPartition, ScheduleShape
+from slipstream.planner.search.bounds import MemoryBound
 from slipstream.planner.search.frontier import Frontier
+from slipstream.planner.search.placed_partition import PlacedPartition
 from slipstream.planner.search.plan_options import PlanOptions
 from slipstream.planner.search.plan_space import PlanSpace
+from slipstream.planner.search.schedule_shape import NewestResults, ScheduleShape
 from slipstream.planner.search.simulated_configuration import SimulatedConfiguration, may_fit, predict
 from slipstream.profile import count_model
 from slipstream.schedule import SCHEDULES, Op, make_schedule

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.errors import SlipstreamError
-from slipstream.planner.search.bounds import ScheduleShape, cached_schedule
+from slipstream.planner.search.schedule_shape import ScheduleShape, cached_schedule
 from slipstream.schedule import (
     Action,
     Op,

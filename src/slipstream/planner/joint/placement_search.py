@@ -15,7 +15,9 @@ import numpy as np
 from slipstream.array_types import Floats, Ints
 from slipstream.cost import OPS, Work, partition_of
 from slipstream.errors import SlipstreamError
-from slipstream.planner.joint.problem import Candidate, JointPlan, JointProblem, moved_cuts, steepest_descent
+from slipstream.planner.joint.candidate import Candidate, moved_cuts, steepest_descent
+from slipstream.planner.joint.joint_plan import JointPlan
+from slipstream.planner.joint.problem import JointProblem
 from slipstream.planner.joint.sliced_units import SlicedUnits
 from slipstream.planner.order.list_scheduling import ListScheduler, PriorityRule
 from slipstream.planner.order.makespan_bounds import rank_bounds

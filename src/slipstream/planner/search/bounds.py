@@ -2,191 +2,30 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise, product
-from math import inf, prod
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+from itertools import product
+from math import inf
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from slipstream.array_types import Flags, Floats
-from slipstream.cost import BY_LAYER, REPLAYED, Costs, CostSource, StageParts, kinds_by_layer
+from slipstream.cost import BY_LAYER, REPLAYED, CostSource
 from slipstream.planner.order.makespan_bounds import rank_bounds
 from slipstream.planner.plans import Configuration
+from slipstream.planner.search.placed_partition import PlacedPartition
+from slipstream.planner.search.schedule_shape import ScheduleShape, cached_schedule
+from slipstream.planner.search.stage_times import Slicing, StageTimes
 from slipstream.schedule import (
     SCHEDULES,
     Op,
-    Schedule,
-    add_offload,
-    add_recompute,
-    freeze_stages,
-    make_schedule,
-    split_backwards,
 )
-from slipstream.schedule.action_arrays import ActionArrays, first_of
+from slipstream.schedule.action_arrays import first_of
 from slipstream.simulator.memory_account import row_peaks
 
-_Result = TypeVar("_Result")
-
 _FILLED = 3  # groups of microbatches: a schedule that bounds its memory has no more under way
-
-
-class ScheduleShape(NamedTuple):
-    """The arguments of `slipstream.make_schedule`, and how many stages have no backwards."""
-
-    name: str
-    num_ranks: int
-    num_microbatches: int
-    num_slices: int
-    stages_per_rank: int
-    num_frozen: int = 0  # the first stages, of which nothing is trained
-    splits: bool = True  # backwards that send their result to another rank, as a Pipeline does
-
-    @property
-    def counts(self) -> tuple[int, int, int, int]:
-        """The ranks, microbatches, slices and stages per rank."""
-        return self.num_ranks, self.num_microbatches, self.num_slices, self.stages_per_rank
-
-    def with_groups(self, number: int) -> ScheduleShape:
-        """Returns the shape with at most so many groups of microbatches, each of as many as pass interleaved stages
-        together."""
-        group = -(-self.num_ranks // self.num_slices)
-        return self._replace(num_microbatches=min(self.num_microbatches, number * group))
-
-
-class NewestResults(Generic[_Result]):
-    """A function of schedules' shapes that keeps its newest results: of at most so many slices of stages in all."""
-
-    def __init__(self, most: int, make: Callable[..., _Result]) -> None:
-        self._most, self._make = most, make
-        self._kept: dict[tuple[Any, ...], _Result] = {}
-
-    def __call__(self, shape: ScheduleShape, *saving: Any) -> _Result:
-        key = (shape, *saving)
-        if key in self._kept:
-            self._kept[key] = self._kept.pop(key)
-            return self._kept[key]
-        self._kept[key] = result = self._make(*key)
-        while len(self._kept) > 1 and sum(prod(cut.counts) for cut, *_ in self._kept) > self._most:
-            del self._kept[next(iter(self._kept))]
-        return result
-
-    def clear(self) -> None:
-        """Forgets all results."""
-        self._kept.clear()
-
-
-def _make_schedule(shape: ScheduleShape, recompute: bool = False, offload: float = 0.0) -> ActionArrays:
-    """Returns a schedule of compute actions, R, OFFLOAD and RELOAD.
-
-    Frozen stages have no backwards.
-    """
-    if recompute or offload:
-        return with_savings(cached_schedule(shape).schedule, recompute, offload)
-    schedule = make_schedule(shape.name, *shape.counts)
-    schedule = split_backwards(schedule) if shape.splits else schedule
-    return ActionArrays.of(freeze_stages(schedule, shape.num_frozen) if shape.num_frozen else schedule)
-
-
-# Its arrays take up to a kilobyte for each slice of a stage.
-cached_schedule = NewestResults(100_000, _make_schedule)
-
-
-@contextmanager
-def working_memory() -> Iterator[None]:
-    """Turns garbage collection off for the time of a search, and empties the search's caches at its end.
-
-    It makes many small objects, none of them in a cycle.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        cached_schedule.clear()
-        if was_enabled:
-            gc.enable()
-
-
-def with_savings(schedule: Schedule, recompute: bool, offload: float) -> ActionArrays:
-    """Returns a valid schedule of compute actions with R, and with OFFLOAD and RELOAD for a share of the slices."""
-    schedule = add_recompute(schedule, compiled=True) if recompute else schedule
-    return ActionArrays.of(add_offload(schedule, offload, compiled=True) if offload else schedule)
-
-
-@dataclass(frozen=True, eq=False)
-class PlacedPartition:
-    """The parts of each stage, the rank that holds it, and the stages' costs."""
-
-    costs: Costs
-    placement: tuple[int, ...]
-    bounds: tuple[int, ...]  # the first part of each stage, and the number of parts
-    spreads_head: bool = False
-
-    @cached_property
-    def stages(self) -> list[StageParts]:
-        """The parts of each stage, without a head that is spread."""
-        parts = StageParts.of_units(self.bounds)
-        return [*parts[:-1], parts[-1]._replace(stop=parts[-1].stop - 1)] if self.spreads_head else parts
-
-    @cached_property
-    def part_counts(self) -> Floats:
-        """The fixed part of each stage, 1, and its number of parts of each kind, (stage, 1 + kinds)."""
-        counts = np.zeros((len(self.stages), 2 + max(self.costs.parts)))
-        counts[:, 0] = 1
-        stages = np.repeat(np.arange(len(self.stages)), np.diff(self.bounds))
-        np.add.at(counts, (stages, 1 + np.array(self.costs.parts)), 1)
-        counts[-1, 1 + self.costs.parts[-1]] -= self.spreads_head
-        return counts
-
-    @cached_property
-    def num_ranks(self) -> int:
-        return max(self.placement) + 1
-
-    @cached_property
-    def trains(self) -> Flags:
-        """Marks the stages that have backwards."""
-        return np.array([self.costs.has_backward(stage) for stage in self.stages])
-
-    @cached_property
-    def num_frozen(self) -> int:
-        """The number of first stages that have none."""
-        return int(np.argmax(self.trains))
-
-    @cached_property
-    def sends_back(self) -> Flags:
-        """Marks the stages that send their input gradient to another rank."""
-        return np.array([False, *(a != b for a, b in pairwise(self.placement))])
-
-    @cached_property
-    def _alike(self) -> tuple[list[StageParts], list[int]]:
-        """A stage of each kind, and the place among them of every stage's."""
-        costs, places = self.costs, dict[tuple[tuple[int, ...], ...], int]()
-        kinds = [kinds_by_layer(costs.parts, range(*stage), costs.units_per_layer) for stage in self.stages]
-        of_stages = [places.setdefault(kind, len(places)) for kind in kinds]
-        return [self.stages[of_stages.index(place)] for place in range(len(places))], of_stages
-
-    def per_stage(self, value: Callable[[StageParts], float]) -> Floats:
-        """Returns the value of each stage; of a spread head a rank's last one has a share."""
-        different, places = self._alike
-        values: Floats = np.array([value(stage) for stage in different], float)[places]
-        if self.spreads_head:
-            head = StageParts(self.bounds[-1] - 1, self.bounds[-1])
-            lasts = [len(values) - 1 - self.placement[::-1].index(rank) for rank in range(self.num_ranks)]
-            values[lasts] += value(head) / self.num_ranks
-        return values
-
-    @cached_property
-    def _of_rank(self) -> Floats:
-        return np.eye(self.num_ranks)[list(self.placement)]
-
-    def per_rank(self, values: Floats) -> Floats:
-        """Returns the sums over the stages of each rank, (..., rank) of (..., stage)."""
-        return values @ self._of_rank
 
 
 @dataclass(frozen=True)
@@ -202,26 +41,6 @@ class StageSizes:
     largest: Floats  # without recomputation, of each rank's largest stage
 
 
-@dataclass(frozen=True)
-class StageTimes:
-    """The seconds of each (stage, slice)."""
-
-    compute: dict[Op, Floats]  # of F, B, I and W; B in one may differ from the sum of its two halves
-    replay: dict[str, Floats]  # of R, by kind of recomputation; with "full", the seconds added to B and I
-    exchanged: dict[Op, Floats]  # the parts of F and of I that are `EXCHANGES`, (kind, stage, slice)
-    slices: tuple[int, ...]
-
-    def within_backwards(self, recompute: str) -> Floats | float:
-        """Returns how much longer B and I take, in which layers are recomputed."""
-        return self.replay["full"] if recompute in BY_LAYER else 0.0
-
-    def seconds(self, recompute: str) -> dict[Op, Floats]:
-        """Returns the times of all ops with a kind of recomputation."""
-        again = self.within_backwards(recompute)
-        seconds = self.compute | {op: self.compute[op] + again for op in (Op.B, Op.I)}
-        return seconds | ({Op.R: self.replay[recompute]} if recompute in REPLAYED else {})
-
-
 class Savings(NamedTuple):
     """The ways to save memory that a search may combine, of each those that cost least first."""
 
@@ -233,9 +52,6 @@ class Savings(NamedTuple):
     def every(self) -> list[tuple[str, float, str]]:
         """All combinations."""
         return list(product(*self))
-
-
-Slicing = tuple[int, ...]  # tokens of each slice; () for any slices
 
 
 @dataclass(frozen=True, eq=False)

@@ -30,10 +30,11 @@ from slipstream.planner.joint import (
 )
 from slipstream.planner.plans import AUTO, Alternative, Configuration, Mesh, Plan, Prediction
 from slipstream.planner.report import configuration_text
-from slipstream.planner.search.bounds import PlacedPartition, working_memory
 from slipstream.planner.search.frontier import Frontier, ProgressReport
+from slipstream.planner.search.placed_partition import PlacedPartition
 from slipstream.planner.search.plan_options import PlanOptions
 from slipstream.planner.search.plan_space import FoundPlan, PlanSpace
+from slipstream.planner.search.schedule_shape import working_memory
 from slipstream.planner.search.simulated_configuration import SimulatedConfiguration, cheaper, may_fit, predict
 from slipstream.schedule import Schedule, split_backwards
 from slipstream.simulator import simulate

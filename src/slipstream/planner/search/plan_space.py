@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache, partial
 from itertools import product, starmap
@@ -10,20 +10,15 @@ from math import gcd, inf
 
 import numpy as np
 
-from slipstream.array_types import Floats, Ints
+from slipstream.array_types import Floats
 from slipstream.cost import (
     BY_LAYER,
-    EXCHANGES,
     REPLAYED,
-    WITH_MESSAGES,
-    Costs,
     CostSource,
     CountedCosts,
     Degrees,
     Stage,
-    Work,
     kinds_by_layer,
-    messages_of_stages,
     parts_of,
     unit_bounds,
 )
@@ -31,22 +26,13 @@ from slipstream.errors import SlipstreamError
 from slipstream.planner.joint import JointPlan, JointProblem, spread_costs
 from slipstream.planner.partition import partition_layers
 from slipstream.planner.plans import AUTO, Configuration, Mesh
-from slipstream.planner.search.bounds import (
-    ConfigurationGroup,
-    GroupBounds,
-    PlacedPartition,
-    Savings,
-    ScheduleShape,
-    Slicing,
-    StageSizes,
-    StageTimes,
-    cached_schedule,
-    with_savings,
-)
+from slipstream.planner.search.bounds import ConfigurationGroup, GroupBounds, Savings, StageSizes
+from slipstream.planner.search.placed_partition import PlacedPartition
 from slipstream.planner.search.plan_options import PlanOptions
-from slipstream.planner.slicing import equal_time_slices
-from slipstream.planner.slicing.equal_stage_slicing import TimeTable, best_slicing, between_cuts, cut_positions
-from slipstream.schedule import BACKWARDS, SCHEDULES, VOCABULARY, Op, ScheduleKind, make_schedule
+from slipstream.planner.search.schedule_shape import ScheduleShape, cached_schedule, with_savings
+from slipstream.planner.search.slice_choices import SliceChoices, sequence_seconds
+from slipstream.planner.search.stage_times import Slicing, StageTimes, first_others_last, part_times, stage_times
+from slipstream.schedule import SCHEDULES, VOCABULARY, Op, ScheduleKind, make_schedule
 from slipstream.schedule.action_arrays import ActionArrays
 
 USABLE = 0.95  # of a device's memory: fragments, libraries and all that isn't counted take the rest
@@ -222,58 +208,12 @@ class PlanSpace:
         return self._times(c.degrees, c.microbatch_size, self.cut(c), self.slices(c))
 
     def _compute_times(self, degrees: Degrees, size: int, cut: PlacedPartition, slices: Slicing) -> StageTimes:
-        return self._times_of(cut, self._part_times(degrees, size, (slices,)), slices)
-
-    def _times_of(self, cut: PlacedPartition, parts: Floats, slices: Slicing) -> StageTimes:
-        """Returns the times of a cut's stages, (..., stage, slice), from those of their parts."""
-        rows = np.moveaxis(np.tensordot(cut.part_counts, parts, 1), 0, -2)
-        ends = np.cumsum([len(_COMPUTE), len(_EXCHANGED) * len(EXCHANGES), len(self.source.recomputations)])
-        compute, exchanged, replay, handling = np.split(rows, ends)
-        messages = messages_of_stages(len(cut.stages))[:, None] * handling[0]
-        trains = cut.trains[:, None]
-        of_op = {
-            op: seconds * (trains if op in BACKWARDS else 1) + (op in WITH_MESSAGES) * messages
-            for op, seconds in zip(_COMPUTE, compute, strict=True)
-        }
-        return StageTimes(
-            compute=of_op,
-            replay=dict(zip(self.source.recomputations, replay * trains, strict=True)),
-            exchanged=dict(zip(_EXCHANGED, np.split(exchanged, len(_EXCHANGED)), strict=True)),
-            slices=slices,
-        )
-
-    def _part_times(self, degrees: Degrees, size: int, slicings: tuple[Slicing, ...]) -> Floats:
-        """Returns the times of the fixed part of a stage, and of a part of each kind, (1 + kinds, time, slice), of the
-        slices of one slicing after the other: F, B, I, W, the exchanges in F and in I, each recomputation, and the
-        handling of a message."""
-        costs = self.costs(degrees, size)
-        length = np.concatenate(slicings)
-        context = np.concatenate([np.cumsum(slices) - slices for slices in slicings])
-        works = {op: Work(op, length, context) for op in (*_COMPUTE, Op.R)}
-        rows = [with_fixed(costs, works[op]) for op in _COMPUTE]
-        for op in _EXCHANGED:
-            rows += [_after(np.zeros(len(length)), exchange) for exchange in costs.each_exchange(works[op])]
-        for kind in self.source.recomputations:
-            rows.append(self._replay_rows(costs, kind, works[Op.R]))
-        handling = np.zeros_like(rows[0])
-        handling[0] = costs.handling_seconds(length)
-        return np.stack([*rows, handling], axis=1)
-
-    @staticmethod
-    def _replay_rows(costs: Costs, recompute: str, work: Work) -> Floats:
-        """Returns the seconds of R, by kind of recomputation, (1 + kinds, slices)."""
-        if recompute == "none":
-            return np.zeros((1 + costs.num_kinds, len(work.lengths)))
-        if recompute == "selective":
-            return _after(costs.fixed_seconds(work), costs.each_selective_replay(work))
-        if recompute == "full":
-            rows = costs.each_seconds(work) * costs.each_has_backward[:, None]
-            rows[[costs.parts[0], costs.parts[-1]]] = 0.0
-            return _after(np.zeros(len(work.lengths)), rows)
-        return with_fixed(costs, work)
+        parts = part_times(self.costs(degrees, size), self.source.recomputations, (slices,))
+        return stage_times(cut, parts, self.source.recomputations, slices)
 
     def _part_columns(self, degrees: Degrees, size: int, slicings: tuple[Slicing, ...]) -> Floats:
-        return _columns(self._part_times(degrees, size, slicings), slicings)
+        parts = part_times(self.costs(degrees, size), self.source.recomputations, slicings)
+        return first_others_last(parts, slicings)
 
     def _first_alike(self, stage: Stage) -> Stage:
         """Returns the first stage asked for that costs the same."""
@@ -393,7 +333,7 @@ class PlanSpace:
         timed = (*lengths, (min(self.seq_len, self.longest),), (self.choices.least_first(degrees),))
         bounds = GroupBounds(
             cut=cut,
-            times=self._times_of(cut, self._columns(degrees, size, timed), ()),
+            times=stage_times(cut, self._columns(degrees, size, timed), self.source.recomputations, ()),
             sizes=self.sizes(cut),
             source=self.source,
             num_microbatches=self.num_microbatches(first),
@@ -441,27 +381,6 @@ class PlanSpace:
         return Savings(tuple(recomputations), offloads, tuple(shards))
 
 
-def with_fixed(costs: Costs, work: Work) -> Floats:
-    """Returns the seconds of the fixed part of a stage and of a part of each kind, (1 + kinds, slices)."""
-    return _after(costs.fixed_seconds(work), costs.each_seconds(work))
-
-
-def _after(fixed: Floats, rows: Floats) -> Floats:
-    return np.concatenate([fixed[None], rows])
-
-
-def _columns(row: Floats, slicings: tuple[Slicing, ...]) -> Floats:
-    """Returns the times of each slicing's first slice, of all others, and of its last, (..., slicing, 3).
-
-    Of the last two slicings, a whole sequence and a short slice, comes the least time of any slices.
-    """
-    stops = np.cumsum([len(slices) for slices in slicings])
-    starts = np.append(0, stops[:-1])
-    every, first, last = np.add.reduceat(row, starts, axis=-1), row[..., starts], row[..., stops - 1]
-    first[..., -2] = first[..., -1]
-    return np.stack([first, every - first, last], axis=-1)[..., :-1, :]
-
-
 def _allows(kind: ScheduleKind, stages: int) -> bool:
     """Returns whether ranks can have so many stages: of a schedule for any number at least two, as one is 1F1B's."""
     return stages in kind.stages_per_rank and (stages > 1 or len(kind.stages_per_rank) == 1)
@@ -499,110 +418,3 @@ def _placement(schedule: str, pipeline: int, stages_per_rank: int) -> tuple[int,
 @cache
 def _divisors(number: int) -> tuple[int, ...]:
     return tuple(n for n in range(1, number + 1) if number % n == 0)
-
-
-_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-_COUNTS_OF_ONE = (1, 2, 4, 8, 16, 32)  # on a single rank, where slices save memory alone
-_SHORTEST = 128  # tokens of a slice; the described devices have no times for shorter ones
-_MULTIPLE = 64  # tokens; slices of so many suit matrix products
-_FEWEST_CUTS, _MOST_CUTS = 64, 256  # places where an exact slicing may cut
-_TOLERANCE = 5e-4  # of its step's time, by which an exact slicing may miss the best
-_KEPT_TABLES = 64  # of up to three megabytes: the same stages are part of many pipelines
-_MOST_EXACT = 128  # slices: a schedule with more takes seconds to simulate
-
-
-class SliceChoices:
-    """The slicings of one search, each computed once.
-
-    Args:
-        source: the model on its hardware.
-        seq_len: tokens per sequence.
-        options: the choices that are allowed.
-        costs: of stages by degrees and sequences of a microbatch.
-    """
-
-    def __init__(
-        self, source: CostSource, seq_len: int, options: PlanOptions, costs: Callable[[Degrees, int], Costs]
-    ) -> None:
-        self.seq_len, self.options, self._costs, self._num_layers = seq_len, options, costs, len(source.kinds)
-        self.shortest, self.longest = source.slice_range(seq_len)
-        self.equal_time, self.exact = cache(self._compute_equal_time), cache(self._compute_exact)
-        self._attention_share = cache(self._compute_attention_share)
-        self._table = lru_cache(_KEPT_TABLES)(self._compute_table)
-
-    def counts(self, pipeline: int, context: int = 1) -> list[int]:
-        """Returns the numbers of slices that take equal time, each of whose `context` parts is long enough."""
-        most = self.seq_len // (context * self.least_tokens)
-        counts = self.options.num_slices or (_COUNTS if pipeline > 1 else _COUNTS_OF_ONE)
-        possible = [n for n in counts if n <= most and self.seq_len / n <= self.longest]
-        if not possible and self.options.num_slices is None:
-            return [-(-self.seq_len // self.longest)]
-        return possible
-
-    @property
-    def least_tokens(self) -> int:
-        """The tokens that a rank has at least of a slice."""
-        return max(self.shortest, min(_SHORTEST, max(1, self.seq_len // 8)))
-
-    def _compute_equal_time(self, degrees: Degrees, size: int, count: int) -> tuple[int, ...]:
-        """Returns slice lengths that take equal time, in multiples that suit matrix products."""
-        granularity = max(1, min(_MULTIPLE, self.seq_len // (4 * count)))
-        slices = equal_time_slices(self.seq_len, count, self._attention_share(degrees, size), granularity)
-        if min(slices) < self.shortest or max(slices) > self.longest:
-            slices = equal_time_slices(self.seq_len, count, 0.0)
-        return slices
-
-    def _compute_attention_share(self, degrees: Degrees, size: int) -> float:
-        """Returns A of t(x T) = t(T) ((1-A) x + A x²), from a layer's times of T and T/2 tokens."""
-        costs, length = self._costs(degrees, size), min(self.seq_len, self.longest)
-        middle = range(self._num_layers // 2, self._num_layers // 2 + 1)
-        whole, half = (sequence_seconds(costs, tokens, middle) for tokens in (length, length // 2))
-        return min(1.0, max(0.0, 2 * (1 - 2 * half / whole)))
-
-    def _least(self, degrees: Degrees) -> int:
-        """Returns the tokens of the shortest slice of an exact slicing: of slices that take equal time the last ones
-        may also be half as long as the mean."""
-        return max(self.shortest, degrees.context * self.least_tokens // 2, self.seq_len // _MOST_EXACT)
-
-    def least_first(self, degrees: Degrees) -> int:
-        """Returns the tokens of the shortest first slice of an exact slicing."""
-        return min(self.seq_len, self.longest, max(self._least(degrees), self.granularity))
-
-    def _compute_exact(
-        self, degrees: Degrees, size: int, stage: Stage, num_ranks: int, num_passes: int
-    ) -> tuple[int, ...] | None:
-        """Returns the slices with the least latency if all stages are like `stage`; None where none is allowed.
-
-        The pipeline is filled once, by a slice on each rank (TeraPipe, Eq. 5). In all, a rank runs `num_passes` whole
-        sequences of microbatches through one stage: as many as its microbatches times its stages.
-        """
-        try:
-            return best_slicing(self._table(degrees, size, stage), num_ranks, num_passes, _TOLERANCE).slices
-        except SlipstreamError:  # no slices that end at these places are as long as those whose times are known
-            return None
-
-    def _compute_table(self, degrees: Degrees, size: int, stage: Stage) -> TimeTable:
-        """Returns the seconds of the slice between any two places to cut, forward and backward; infinite where they
-        aren't known, or the slice is too short."""
-        costs, least = self._costs(degrees, size), self._least(degrees)
-
-        def seconds(lengths: Ints, contexts: Ints) -> Floats:
-            known = np.minimum(lengths, self.longest)
-            predicted = np.stack([costs.seconds(stage, op, known, contexts) for op in (Op.F, Op.B)])
-            return np.where((lengths > self.longest) | (lengths < least), inf, predicted)
-
-        times = between_cuts(self.seq_len, self.granularity, seconds, inf)
-        return TimeTable(cut_positions(self.seq_len, self.granularity), times)
-
-    @cached_property
-    def granularity(self) -> int:
-        """The tokens between two places to cut: multiples that suit matrix products, unless the sequence is short."""
-        least = -(-self.seq_len // _MOST_CUTS)
-        if least <= _MULTIPLE:
-            return max(least, min(_MULTIPLE, self.seq_len // _FEWEST_CUTS))
-        return -(-least // _MULTIPLE) * _MULTIPLE
-
-
-def sequence_seconds(costs: Costs, length: int, layers: Stage) -> float:
-    """Returns the time of a whole sequence, forward and backward."""
-    return sum(float(costs.seconds(layers, op, length, 0)) for op in (Op.F, Op.I, Op.W))

@@ -13,8 +13,11 @@ import numpy as np
 from slipstream.array_types import Floats
 from slipstream.cost import BY_LAYER, EXCHANGES, StageParts, head_part_memory, memory_table, partition_of
 from slipstream.planner.plans import AUTO, Configuration, Prediction
-from slipstream.planner.search.bounds import MemoryBound, PlacedPartition, ScheduleShape, StageTimes
+from slipstream.planner.search.bounds import MemoryBound
+from slipstream.planner.search.placed_partition import PlacedPartition
 from slipstream.planner.search.plan_space import PlanSpace
+from slipstream.planner.search.schedule_shape import ScheduleShape
+from slipstream.planner.search.stage_times import StageTimes
 from slipstream.schedule import SCHEDULES, Op, Schedule
 from slipstream.schedule.action import OPS
 from slipstream.schedule.action_arrays import ActionArrays

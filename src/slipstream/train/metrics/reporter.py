@@ -14,7 +14,7 @@ from slipstream.model.autograd_memory import recompute_advice
 from slipstream.parallel import GpuMemory, RankGroup, expands_segments, fragmentation_advice
 from slipstream.pipeline import Pipeline
 from slipstream.planner.joint import JointPlan, SlicedUnits
-from slipstream.planner.joint.problem import SlowedStep
+from slipstream.planner.joint.slowed_step import SlowedStep
 from slipstream.timeline import Timeline
 from slipstream.train.config import Config
 from slipstream.train.data import TokenBatch
