@@ -302,12 +302,13 @@ def zb_v(num_ranks: int, num_microbatches: int, num_slices: SliceCounts = 1) -> 
         rank 0  0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 3W2 0I1 0W1 0I2 0W2
         rank 1      1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1I1 2I2 1I2 1W1 2W2 1W2
 
-    Where F, I and W take the same time and ms >= p+s, no rank waits from its first forward to its last weight gradient:
-    the step takes (p-1)F + 2ms(F+I+W), with F, I and W the times of one of the 2p stages. Every rank keeps 1 + (p-1)/s
-    microbatches, at most m. With one slice and m >= 2p-1 it is PyTorch's ScheduleZBVZeroBubble; with more, s-1 slices
-    pass the V before the first backward and come back after the last forward. With fewer than 2(p-1)+s slices in all,
-    they follow each other as the last slices of so many do. Where ms <= p+s-1 all slices fit that memory at once: then
-    they follow each other as in `v_half`, in the least time that F, I and W of one unit allow.
+    Where F, I and W take the same time and ms >= p+s, the step takes (p-1)F + 2ms(F+I+W), with F, I and W the times of
+    one of the 2p stages; from ms >= 2(p-1)+s on, no rank waits from its first forward to its last weight gradient.
+    Every rank keeps 1 + (p-1)/s microbatches at most. With one slice and m >= 2p-1 it is PyTorch's
+    ScheduleZBVZeroBubble; with more, s-1 slices pass the V before the first backward and come back after the last
+    forward. With fewer than 2(p-1)+s slices in all, they follow each other as the last ones of so many do. Where
+    ms <= p+s-1 all slices fit that memory at once: then they follow each other as in `v_half`, in the least time that
+    F, I and W of one unit allow.
     """
     counts = Counts("zb-v", num_ranks, num_microbatches, num_slices)
     if counts.total < num_ranks + counts.most_slices:
