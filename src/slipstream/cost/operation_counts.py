@@ -97,11 +97,13 @@ class AttentionCall:
         queries = self.num_heads // num_ranks
         return max(1, queries // gcd(queries, self.num_heads // self.num_key_value_heads))
 
+    def flops(self, num_scores: float) -> float:
+        """Returns the FLOPs of so many scores in a forward: of the products with keys and with values."""
+        return 2 * num_scores * (self.key_width + self.value_width)
+
     def step_flops(self, num_scores: float) -> float:
-        """Returns the FLOPs that so many scores take in a step: of the products with keys and with values, and where
-        there is a gradient of twice as many backward."""
-        forward = 2 * num_scores * (self.key_width + self.value_width)
-        return 3 * forward if self.has_gradient else forward
+        """Returns the FLOPs of so many scores in a step, with twice as many backward where there is a gradient."""
+        return (3 if self.has_gradient else 1) * self.flops(num_scores)
 
 
 @dataclass(frozen=True)

@@ -213,7 +213,7 @@ class _Forward:
     def scores(self, first: int, end: int) -> float:
         """Returns the FLOPs of one sequence's queries in [first, end): the products with keys and with values."""
         counts = self._num_scores(first, end).items()
-        return sum(2 * num_scores * (call.key_width + call.value_width) for call, num_scores in counts)
+        return sum(call.flops(num_scores) for call, num_scores in counts)
 
     def step_scores(self, length: int) -> float:
         """Returns the FLOPs of the scores of a whole sequence in a step, with the backward where there is one."""
