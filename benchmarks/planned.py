@@ -34,7 +34,6 @@ from slipstream.cost import Profile, ProfileSource
 from slipstream.planner.plans import Configuration, Prediction
 from slipstream.planner.search import PlanOptions
 from slipstream.planner.search.plan_space import PlanSpace
-from slipstream.planner.search.simulated_configuration import SimulatedConfiguration, predict
 from slipstream.profile import ProfileSettings, profile_model
 from slipstream.profile.link_measurement import measure_link
 from slipstream.profile.stage_bench import memory_meter, tensors_alive
@@ -140,8 +139,8 @@ class Pace:
 
 
 def measure(space: PlanSpace, configuration: Configuration, repeats: int, pace: Pace) -> dict[str, Any]:
-    candidate = SimulatedConfiguration.of(space, configuration)
-    prediction = predict(candidate)
+    candidate = space.evaluate(configuration)
+    prediction = space.predict(candidate)
     arguments = (configuration, prediction, space.global_batch, space.seq_len)
     contender = Contender("planned", Planned, *arguments)
     contender.wait()

@@ -160,7 +160,7 @@ WALKS = {
             "planner/search/plan_search.py:search_plans",
             "planner/search/plan_search.py:joint_candidates",
             "planner/joint/joint_search.py:find_joint_plan",
-            "planner/search/simulated_configuration.py:predict",
+            "planner/search/plan_space.py:PlanSpace.evaluate",
             "simulator/simulation.py:end_times",
             "simulator/memory_account.py:OrderBytes.rank_memory",
         ),

@@ -44,9 +44,9 @@ from benchmarks.papers.tables import read, with_dropout
 from slipstream.cost import Cluster, CountedCosts, Degrees, ModelCount, StageParts, load_cluster
 from slipstream.planner.partition import partition_layers
 from slipstream.planner.plans import Configuration
+from slipstream.planner.search.evaluate import Evaluation
 from slipstream.planner.search.placed_partition import PlacedPartition
 from slipstream.planner.search.plan_options import PlanOptions
-from slipstream.planner.search.simulated_configuration import SimulatedConfiguration
 from slipstream.planner.search.slice_choices import sequence_seconds
 from slipstream.schedule import Op
 from slipstream.simulator.memory_account import OrderBytes
@@ -233,9 +233,11 @@ class Row:
         names = ("matmul_efficiency", "attention_efficiency")
         return replace(described, device=replace(device, **{name: factor * getattr(device, name) for name in names}))
 
-    def candidate(self, factor: float) -> SimulatedConfiguration:
-        source = MeasuredSource(self, self.cluster(factor))
-        return SimulatedConfiguration.of(MeasuredSpace(source), self.configuration)
+    def candidate(self, factor: float) -> Evaluation:
+        return MeasuredSpace(self.source_at(factor)).evaluate(self.configuration)
+
+    def source_at(self, factor: float) -> MeasuredSource:
+        return MeasuredSource(self, self.cluster(factor))
 
     def seconds(self, factor: float = 1.0) -> float:
         """Returns the step's predicted seconds."""
@@ -411,7 +413,7 @@ def meta_405b() -> list[dict[str, Any]]:
         given = META | {"vp": stages, "recompute": recompute}
         row = Row(blank | {name: str(value) for name, value in given.items()})
         candidate = row.candidate(1.0)
-        source, seconds = candidate.space.source, candidate.seconds
+        source, seconds = row.source_at(1.0), candidate.seconds
         flops = source.peak_seconds(row.number("gbs"), row.number("seq")) * source.cluster.device.flops["bfloat16"]
         measured = flops / (row.number("gpus") * META_FLOPS)
         found.append(

@@ -21,7 +21,7 @@ from benchmarks.papers.paper_plans import LayersAlone, PaperCosts, PaperSource, 
 from benchmarks.papers.tables import errors, gpt, read
 from slipstream.cost import Cluster, load_cluster
 from slipstream.planner.plans import Configuration
-from slipstream.planner.search.simulated_configuration import SimulatedConfiguration
+from slipstream.planner.search.evaluate import Evaluation
 
 LENGTH = 2048
 SIZES = (1, 2, 4, 8)  # sequences of a microbatch, of which the best is taken
@@ -86,12 +86,12 @@ class Run:
         )
 
 
-def candidate(model: Model, run: Run, cluster: Cluster) -> SimulatedConfiguration:
+def candidate(model: Model, run: Run, cluster: Cluster) -> Evaluation:
     """Returns the configuration with its costs on the cluster, simulated."""
     counted = gpt(model.hidden_size, model.num_heads, model.num_layers)
     counted = LayersAlone.of(counted) if model.layers_alone else counted
     source = PaperSource(counted, cluster, PaperCosts if run.scattered else UnscatteredCosts)
-    return SimulatedConfiguration.of(PaperSpace(source, LENGTH, run.batch_size, slices=(LENGTH,)), run.configuration)
+    return PaperSpace(source, LENGTH, run.batch_size, slices=(LENGTH,)).evaluate(run.configuration)
 
 
 def seconds(model: Model, run: Run, cluster: Cluster) -> float:

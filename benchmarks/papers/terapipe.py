@@ -20,7 +20,6 @@ from benchmarks.papers.tables import errors, gpt, read, slice_lengths
 from slipstream.cost import Cluster, CountedCosts, Degrees, Stage, load_cluster
 from slipstream.cost.cluster_links import ClusterCost
 from slipstream.planner.plans import Configuration
-from slipstream.planner.search.simulated_configuration import SimulatedConfiguration
 from slipstream.planner.slicing import slice_batch, slice_tokens
 from slipstream.schedule import Op
 
@@ -141,7 +140,7 @@ def step(setting: Setting, constants: Constants, slices: tuple[int, ...]) -> flo
     """Returns the simulated seconds of an iteration."""
     t, p, d = setting.tensor_parallel, setting.pipeline_parallel, setting.data_parallel
     chosen = Configuration(t, p, d, 1, "gpipe", 1, len(slices), "none", 0.0, shard="none")
-    return SimulatedConfiguration.of(setting.space(constants, slices), chosen).seconds
+    return setting.space(constants, slices).evaluate(chosen).seconds
 
 
 def settings() -> dict[str, Setting]:

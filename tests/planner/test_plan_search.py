@@ -18,11 +18,11 @@ from slipstream.model.adapters import Adapter, TrainedWeights
 from slipstream.number_format import NF4
 from slipstream.planner.plans import AUTO, Configuration, Plan
 from slipstream.planner.report import configuration_text, reasons
-from slipstream.planner.search import search_plans, simulated_configuration
+from slipstream.planner.search import plan_space, search_plans
+from slipstream.planner.search.evaluate import Evaluation
 from slipstream.planner.search.plan_options import PlanOptions
 from slipstream.planner.search.plan_search import promising
 from slipstream.planner.search.plan_space import PlanSpace
-from slipstream.planner.search.simulated_configuration import SimulatedConfiguration, predict
 from slipstream.profile import count_model
 from slipstream.schedule import Op, validate
 from slipstream.simulator import MemoryKind, StageSlice
@@ -52,12 +52,12 @@ def test_the_winner_is_the_one_that_simulating_everything_finds(seed: int) -> No
     )
     space = PlanSpace(source(model, cluster), SEQ_LEN, draw.choice((2, 4, 6)), options)
     # a limit that some configurations exceed
-    sizes = sorted(max(SimulatedConfiguration.of(space, c).peaks()) for _, _, c in space.bounded())
+    sizes = sorted(max(space.evaluate(c).peaks()) for _, _, c in space.bounded())
     options = replace(options, memory_limit=sizes[draw.randrange(len(sizes) // 8, len(sizes))] * 1.1)
     space = PlanSpace(space.source, SEQ_LEN, space.global_batch, options)
     plan = search_plans(space.source, SEQ_LEN, space.global_batch, options=options)
-    found = [SimulatedConfiguration.of(space, configuration) for _, _, configuration in space.bounded()]
-    fitting = [each for each in found if predict(each).peak_memory <= space.memory and each.fits()]
+    found = [space.evaluate(configuration) for _, _, configuration in space.bounded()]
+    fitting = [each for each in found if space.predict(each).peak_memory <= space.memory and space.fits(each)]
     assert plan.best.step_seconds == pytest.approx(min(each.seconds for each in fitting), rel=1e-12)
     assert plan.gap == 0
     assert plan.num_configurations <= sum(1 for _ in space.bounded())
@@ -128,7 +128,7 @@ def test_an_exact_slicing_wins_where_no_equal_times_are_as_good() -> None:
     assert only.best.slices == other.slices
     assert not [each for each in only.alternatives if each.choice == "slicing"]
     # the bytes are those of the slices that run
-    candidate = SimulatedConfiguration.of(PlanSpace(long, 4096, 1, options), best.configuration)
+    candidate = PlanSpace(long, 4096, 1, options).evaluate(best.configuration)
     assert candidate.times.slices == best.slices
     assert candidate.table.message_bytes == [float(candidate.cut.costs.message_bytes(n)) for n in best.slices]
     footprint = candidate.table.footprint(StageSlice(1, len(best.slices) - 1), Op.F)
@@ -216,14 +216,14 @@ def test_sharded_parameters_take_as_long_as_a_sharded_optimizer_and_no_less_memo
 
 def test_the_shortest_step_is_simulated_whole_before_it_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """However much shorter it would be by its first and last microbatches."""
-    later = SimulatedConfiguration._later
-    monkeypatch.setattr(simulated_configuration, "_LONG", 100)
-    monkeypatch.setattr(SimulatedConfiguration, "_later", lambda self, ends: 0.9 * later(self, ends))
+    later = Evaluation._later
+    monkeypatch.setattr(plan_space, "_LONG", 100)
+    monkeypatch.setattr(Evaluation, "_later", lambda self, ends: 0.9 * later(self, ends))
     options = replace(PLAIN, pipeline_parallel=(2,), microbatch_size=(1,), schedule=("1f1b",), num_slices=(1, 2))
     plan = search_plans(source(), SEQ_LEN, 256, options=options)
     space, best = PlanSpace(source(), SEQ_LEN, 256, options), plan.best.configuration
-    whole = {c: SimulatedConfiguration.of(space, c).seconds for _, _, c in space.bounded()}
-    assert SimulatedConfiguration.extrapolated(space, best).seconds < 0.95 * whole[best]
+    whole = {c: space.evaluate(c).seconds for _, _, c in space.bounded()}
+    assert space.evaluate_in_part(best).seconds < 0.95 * whole[best]
     assert plan.best.step_seconds == whole[best] == min(whole.values())
 
 
@@ -239,7 +239,7 @@ def test_a_single_device_is_planned_wherever_something_fits() -> None:
     whole = search_plans(one_device(1e12), SEQ_LEN, 8, options=PlanOptions(num_slices=(1,), offload=(0.0,)))
     saving = PlanOptions(microbatch_size=(1,), recompute=("stage",), offload=(0.0,))
     space = PlanSpace(one_device(1e12), SEQ_LEN, 8, replace(saving, num_slices=(1,)))
-    least = min(max(SimulatedConfiguration.of(space, c).peaks()) for _, _, c in space.bounded())
+    least = min(max(space.evaluate(c).peaks()) for _, _, c in space.bounded())
     plan = search_plans(one_device(1e12), SEQ_LEN, 8, options=replace(saving, memory_limit=0.99 * least))
     assert whole.best.configuration.num_slices == 1 < plan.best.configuration.num_slices
     errors = []

@@ -17,12 +17,12 @@ from slipstream.planner.plans import Configuration, Mesh
 from slipstream.planner.search import bounds as search_bounds
 from slipstream.planner.search import search_plans
 from slipstream.planner.search.bounds import MemoryBound
+from slipstream.planner.search.evaluate import Evaluation, evaluate
 from slipstream.planner.search.frontier import Frontier
 from slipstream.planner.search.placed_partition import PlacedPartition
 from slipstream.planner.search.plan_options import PlanOptions
 from slipstream.planner.search.plan_space import PlanSpace
-from slipstream.planner.search.schedule_shape import NewestResults, ScheduleShape
-from slipstream.planner.search.simulated_configuration import SimulatedConfiguration, may_fit, predict
+from slipstream.planner.search.schedule_shape import NewestResults, ScheduleShape, cached_schedule
 from slipstream.profile import count_model
 from slipstream.schedule import SCHEDULES, Op, make_schedule
 from slipstream.schedule.lowering import add_reductions
@@ -39,9 +39,12 @@ MODELS = SMALL, with_frozen(SMALL, 4)
 
 def simulated(
     configuration: Configuration, plan_source: AnalyticSource | None = None, global_batch: int = 8
-) -> SimulatedConfiguration:
-    space = PlanSpace(plan_source or source(), SEQ_LEN, global_batch, PlanOptions())
-    return SimulatedConfiguration.of(space, configuration)
+) -> Evaluation:
+    return space_of(plan_source, global_batch).evaluate(configuration)
+
+
+def space_of(plan_source: AnalyticSource | None = None, global_batch: int = 8) -> PlanSpace:
+    return PlanSpace(plan_source or source(), SEQ_LEN, global_batch, PlanOptions())
 
 
 @cache
@@ -63,8 +66,8 @@ def bounds(number: int) -> tuple[PlanSpace, list[tuple[float, float, Configurati
 def test_no_simulation_beats_a_bound(choice: int, number: int) -> None:
     space, found = bounds(number)
     seconds, size, configuration = found[choice % len(found)]
-    candidate = SimulatedConfiguration.of(space, configuration)
-    prediction = predict(candidate)
+    candidate = space.evaluate(configuration)
+    prediction = space.predict(candidate)
     assert prediction.step_seconds >= seconds * (1 - 1e-9)
     mesh = Mesh.of(configuration)
     assert prediction.step_seconds >= space.least_seconds(mesh) * (1 - 1e-9)
@@ -80,7 +83,7 @@ def test_a_bound_has_the_copies_to_the_host_and_back() -> None:
     space, found = bounds(2)
     exact = Configuration(1, 2, 2, 2, "v-min", 2, 1, "none", 1.0, "optimizer", "exact")
     bound, configuration = next((seconds, c) for seconds, _, c in found if replace(c, num_slices=1) == exact)
-    assert 1 < predict(SimulatedConfiguration.of(space, configuration)).step_seconds / bound < 1.15
+    assert 1 < space.predict(space.evaluate(configuration)).step_seconds / bound < 1.15
 
 
 @pytest.mark.parametrize("number", [0, 1])
@@ -103,7 +106,7 @@ def test_gradients_are_reduced_where_a_run_reduces_them(schedule: str, stages_pe
     """From REDUCE_GRAD's place on, one after the other; so a rank waits for those of its first stage at least."""
     space, _ = bounds(0)
     configuration = Configuration(1, 2, 2, stages_per_rank, schedule, 1, 2, "none", 0.0, shard)
-    candidate = SimulatedConfiguration.of(space, configuration)
+    candidate = space.evaluate(configuration)
     ends = {span.action: span.end for span in simulate(candidate.schedule, candidate.cost).spans}
     shards = configuration.optimizer_shards
     seconds = [candidate.cut.costs.gradient_seconds(stage, 2, shards) for stage in candidate.cut.stages]
@@ -144,24 +147,34 @@ def test_the_quick_test_of_memory_fails_nothing_that_fits(choice: int, spare: fl
     """Not even where device and host have just the memory that the configuration takes without messages."""
     space, found = bounds(number)
     _, _, configuration = found[choice % len(found)]
-    candidate = SimulatedConfiguration.of(space, configuration)
+    candidate = space.evaluate(configuration)
     silent = order_bytes(candidate.arrays, replace(candidate.table, message_bytes=()))
     peaks, away = silent.rank_peaks(), silent.host_peaks()
     assert max(peaks) <= max(candidate.peaks())
     cluster = small_cluster()
     cluster = replace(cluster, device=replace(cluster.device, host_memory=max(away) * (1 + spare)))
     limited = PlanSpace(source(MODELS[number], cluster), SEQ_LEN, 8, PlanOptions(memory_limit=max(peaks) * (1 + spare)))
-    assert may_fit(limited, configuration)
+    assert limited.may_fit(configuration)
+
+
+@pytest.mark.parametrize(("recompute", "offload", "shard"), [("none", 0.0, "none"), ("stage+full", 0.5, "optimizer")])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_plan_is_evaluated_without_a_search(schedule: str, recompute: str, offload: float, shard: str) -> None:
+    """By its cut, slices and compute actions alone: seconds, their causes, and the peaks of devices and hosts."""
+    configuration, space = Configuration(1, 2, 2, 1, schedule, 1, 4, recompute, offload, shard), space_of()
+    found, cut = space.evaluate(configuration), space.cut(configuration)
+    computes = cached_schedule(space.shape(configuration)).schedule
+    plan = evaluate(configuration, cut, space.slices(configuration), computes, space.source.state, space.source.host)
+    assert plan.causes == found.causes
+    assert (plan.seconds, plan.peaks(), plan.host_peak()) == (found.seconds, found.peaks(), found.host_peak())
 
 
 def test_its_memory_is_that_of_the_schedule_that_runs() -> None:
     """Counted too: rank 0 of two runs a forward of the next microbatch for each backward of the one before."""
     candidate = simulated(Configuration(1, 2, 2, 1, "1f1b", 1, 4, "none", 0.0, "optimizer"))
     ranks = memory_of(candidate.schedule, candidate.table)
-    assert [sum(kinds.values()) for kinds in predict(candidate).memory] == [
-        sum(rank.worst.during.values()) for rank in ranks
-    ]
-    slices, costs = candidate.times.slices, candidate.space.costs(Degrees(), 1)
+    assert [sum(kinds.values()) for kinds in candidate.memory()] == [sum(rank.worst.during.values()) for rank in ranks]
+    slices, costs = candidate.times.slices, space_of().costs(Degrees(), 1)
     tokens = max(sum(slices[: 4 - k]) + sum(slices[: k + 1]) for k in range(4))
     most = max(moment.during[MemoryKind.ACTIVATIONS] for moment in ranks[0].moments)
     assert most == pytest.approx(costs.activation_bytes(candidate.cut.stages[0], tokens))
@@ -234,16 +247,14 @@ def test_a_long_step_is_extrapolated_from_its_first_and_last_microbatches(schedu
     space = PlanSpace(source(), SEQ_LEN, 800 // stages, PlanOptions())
     for recompute, offload in (("none", 0.0), ("none", 1.0), ("stage", 0.0), ("full", 1.0)):
         configuration = Configuration(1, 3, 2, stages, schedule, 1, 4, recompute, offload, "optimizer")
-        few, whole = (
-            kind(space, configuration) for kind in (SimulatedConfiguration.extrapolated, SimulatedConfiguration.of)
-        )
+        few, whole = (kind(configuration) for kind in (space.evaluate_in_part, space.evaluate))
         assert 3 * len(few.arrays.op) < len(whole.arrays.op)
         assert few.seconds == pytest.approx(whole.seconds, rel=1e-3)
         assert sum(few.causes.values()) == pytest.approx(few.seconds)
         assert few.causes == pytest.approx(whole.causes, abs=2e-3 * whole.seconds)
         assert few.peaks() == pytest.approx(whole.peaks(), rel=1e-6)
         assert few.host_peak() == pytest.approx(whole.host_peak(), rel=1e-6)
-        first, second = predict(few), predict(whole)
+        first, second = space.predict(few), space.predict(whole)
         assert first.num_microbatches == 400 // stages
         assert first.peak_memory == pytest.approx(second.peak_memory, rel=1e-6)
         assert first.idle_fraction == pytest.approx(second.idle_fraction, abs=1e-3)
@@ -293,9 +304,10 @@ def test_what_is_simulated_is_what_a_pipeline_runs(schedule: str, stages_per_ran
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_named_order_is_simulated_without_an_object_for_each_action(schedule: str) -> None:
     stages_per_rank = 2 if 2 in SCHEDULES[schedule].stages_per_rank else 1
-    candidate = simulated(Configuration(1, 2, 1, stages_per_rank, schedule, 1, 8, "stage", 0.5, "none"), global_batch=4)
-    assert may_fit(candidate.space, candidate.configuration)
-    assert candidate.fits()
+    configuration, space = Configuration(1, 2, 1, stages_per_rank, schedule, 1, 8, "stage", 0.5, "none"), space_of()
+    candidate = space.evaluate(configuration)
+    assert space.may_fit(configuration)
+    assert space.fits(candidate)
     assert candidate.seconds > 0
     assert candidate.schedule.ops >= {Op.F, Op.R, Op.OFFLOAD, Op.RELOAD}
     assert "_rows" not in vars(candidate.schedule.actions)
@@ -337,15 +349,15 @@ def test_a_plan_of_frozen_layers_is_cut_for_what_runs(schedule: str, stages: int
     assert frozen.cut.num_frozen == pipe.layout.num_frozen_stages > 0
     assert [*map(list, frozen.schedule.actions)] == computed_rows(pipe)
     trained = partly.layers[1].num_parameters + partly.head.num_parameters
-    state, table = frozen.space.source.state, frozen.table
+    state, table = frozen.state, frozen.table
     assert sum(table.optimizer.values()) == state.optimizer * trained
     assert sum(size for (_, op), size in table.gradients.items() if op is not Op.I) == state.gradients * trained
     assert sum(table.parameters.values()) == state.weights * partly.num_parameters
     if stages == 1:
         moved = replace(frozen.cut, bounds=whole.cut.bounds)  # where the cut for training everything is slower
         assert frozen.cut.bounds[1] > whole.cut.bounds[1]
-        frozen.space.cut = lambda _: moved  # type: ignore[method-assign]
-        assert SimulatedConfiguration.of(frozen.space, configuration).seconds > frozen.seconds
+        slices, schedule = frozen.times.slices, frozen.schedule
+        assert evaluate(configuration, moved, slices, schedule, frozen.state).seconds > frozen.seconds
 
 
 def test_halves_of_two_layers_keep_what_enters_both() -> None:

@@ -6,8 +6,8 @@ Of any model counted they do: halves to layers, units to stages and to the whole
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
-from itertools import accumulate, product
+from functools import cache, partial, reduce
+from itertools import accumulate, permutations, product
 from typing import Any
 
 import numpy as np
@@ -23,12 +23,16 @@ from slipstream.cost import (
     AnalyticSource,
     AttentionCall,
     AttentionWindow,
+    Costs,
     CountedCosts,
     ModelCount,
     OpCount,
     PartCount,
     StageParts,
     StateBytes,
+    WithoutHead,
+    WithoutLookups,
+    Work,
     load_cluster,
     partition_of,
 )
@@ -444,3 +448,24 @@ def test_a_partition_is_read_back_from_its_parts(counts: list[int], first: bool,
     assert list(partition_of(bounds, 2)) == partition
     assert all(start < stop for start, stop in stages)
     assert [*accumulate(partition)][-1] == num_layers
+
+
+def test_modes_of_what_is_elsewhere_commute() -> None:
+    """What a part costs is the same whichever of them is applied first; what is trained comes before both."""
+    costs = CountedCosts(counted("llama"), load_cluster("h100-dgx"))
+    modes = (WithoutHead, WithoutLookups, partial(Tabulated, seq_len=SEQ_LEN, granularity=1))
+    work = Work.of_slices(Op.B, (SEQ_LEN // 2, SEQ_LEN // 2))
+
+    def told(wrapped: Costs) -> list[np.ndarray]:
+        parts = list(wrapped.parts)
+        numbers = [each[parts] for each in wrapped.each_number]
+        times = [wrapped.each_seconds(work)[parts], wrapped.fixed_seconds(work)]
+        return [*times, *numbers, wrapped.each_weight(2)[parts], wrapped.each_activation(work.lengths)[parts]]
+
+    orders = [told(reduce(lambda inner, mode: mode(inner), order, costs)) for order in permutations(modes)]
+    plain = told(costs)
+    for order in orders:
+        for one, other in zip(orders[0], order, strict=True):
+            np.testing.assert_array_equal(one, other)
+        assert not order[0][-1].any()  # the head takes no time
+        assert order[2][0] < plain[2][0]  # the embedding has fewer parameters

@@ -30,12 +30,12 @@ from slipstream.planner.joint import (
 )
 from slipstream.planner.plans import AUTO, Alternative, Configuration, Mesh, Plan, Prediction
 from slipstream.planner.report import configuration_text
+from slipstream.planner.search.evaluate import Evaluation
 from slipstream.planner.search.frontier import Frontier, ProgressReport
 from slipstream.planner.search.placed_partition import PlacedPartition
 from slipstream.planner.search.plan_options import PlanOptions
 from slipstream.planner.search.plan_space import FoundPlan, PlanSpace
 from slipstream.planner.search.schedule_shape import working_memory
-from slipstream.planner.search.simulated_configuration import SimulatedConfiguration, cheaper, may_fit, predict
 from slipstream.schedule import Schedule, split_backwards
 from slipstream.simulator import simulate
 from slipstream.timeline import Timeline
@@ -97,7 +97,7 @@ def search_plans(
         raise explain_misfit(space, frontier.num_meshes)
 
     def simulated() -> tuple[Schedule, Timeline]:
-        candidate = SimulatedConfiguration.of(space, best[0].configuration)
+        candidate = space.evaluate(best[0].configuration)
         return candidate.schedule, simulate(candidate.schedule, candidate.cost, candidate.table)
 
     return Plan(
@@ -174,7 +174,7 @@ class _PlanSearch:
             return False
         self.extrapolated.remove(shortest)
         del self.seconds[shortest]
-        if (candidate := SimulatedConfiguration.of(self.space, shortest)).fits():
+        if self.space.fits(candidate := self.space.evaluate(shortest)):
             self.seconds[shortest] = candidate.seconds
         else:
             self.too_large.add(shortest)
@@ -214,8 +214,8 @@ class _PlanSearch:
             if start.offload and best < inf:
                 continue
             for configuration in joint_candidates(self.space, start, best, self.report):
-                candidate = SimulatedConfiguration.of(self.space, configuration)
-                if candidate.fits():
+                candidate = self.space.evaluate(configuration)
+                if self.space.fits(candidate):
                     self.num_simulated += 1
                     self.seconds[configuration] = candidate.seconds
                     if candidate.seconds < best:
@@ -246,9 +246,9 @@ class _PlanSearch:
         """Returns the step's seconds; None where it doesn't fit, or where another one fits that is never slower."""
         if configuration in self.seconds:
             return self.seconds[configuration]
-        if configuration in self.too_large or any(other in self.seconds for other in cheaper(configuration)):
+        if configuration in self.too_large or any(other in self.seconds for other in _cheaper(configuration)):
             return None
-        if not may_fit(self.space, configuration) or not (candidate := self._schedule(configuration)).fits():
+        if not self.space.may_fit(configuration) or not self.space.fits(candidate := self._schedule(configuration)):
             self.too_large.add(configuration)
             return None
         self.num_simulated += 1
@@ -258,9 +258,9 @@ class _PlanSearch:
             self.extrapolated.add(configuration)
         return seconds
 
-    def _schedule(self, configuration: Configuration) -> SimulatedConfiguration:
+    def _schedule(self, configuration: Configuration) -> Evaluation:
         self.num_scheduled += 1
-        candidate = SimulatedConfiguration.extrapolated(self.space, configuration)
+        candidate = self.space.evaluate_in_part(configuration)
         schedule = candidate.schedule
         self.num_units += schedule.num_stages * schedule.num_slices * schedule.num_microbatches
         return candidate
@@ -278,8 +278,8 @@ class _PlanSearch:
         """Returns the prediction of a simulated configuration."""
         if configuration not in self.known:
             is_part = configuration in self.extrapolated
-            make = SimulatedConfiguration.extrapolated if is_part else SimulatedConfiguration.of
-            self.known[configuration] = predict(make(self.space, configuration))
+            make = self.space.evaluate_in_part if is_part else self.space.evaluate
+            self.known[configuration] = self.space.predict(make(configuration))
         return self.known[configuration]
 
     def gap(self, best: Prediction) -> float:
@@ -362,7 +362,7 @@ _MOST_NODES = 64  # how many times the nodes may grow
 
 def explain_misfit(space: PlanSpace, num_meshes: int) -> SlipstreamError:
     """Returns the error for a search in which every configuration is too large."""
-    candidates = [SimulatedConfiguration.of(space, configuration) for configuration in _smallest(space)]
+    candidates = [space.evaluate(configuration) for configuration in _smallest(space)]
     smallest = min(candidates, key=lambda candidate: max(candidate.peaks()))
     peaks, away, host = smallest.peaks(), smallest.host_peak(), space.source.host
     peak, room, has = max(peaks), space.memory, f"{bytes_text(space.memory)} that may be used of a device"
@@ -430,9 +430,7 @@ def _changes(space: PlanSpace) -> Iterator[str]:
 def _fitting(options: PlanOptions, space: PlanSpace) -> Configuration | None:
     """Returns one of the smallest configurations that fits, if any."""
     other = PlanSpace(space.source, space.seq_len, space.global_batch, options)
-    fitting = (
-        c for c in _smallest(other) if may_fit(other, c) and SimulatedConfiguration.extrapolated(other, c).fits()
-    )
+    fitting = (c for c in _smallest(other) if other.may_fit(c) and other.fits(other.evaluate_in_part(c)))
     return next(fitting, None)
 
 
@@ -556,7 +554,7 @@ def _most_bytes(
     """Returns the most bytes that each rank holds."""
     plan = JointPlan(schedule, partition, slices, seconds=0.0, bound=0.0, ideal=0.0)
     tried = _added(space, start, problem, plan, recompute, start.offload)
-    return SimulatedConfiguration.of(space, tried).peaks()
+    return space.evaluate(tried).peaks()
 
 
 def _split(plan: JointPlan) -> JointPlan:
@@ -592,3 +590,22 @@ def _added(
     cut = PlacedPartition(costs, placement, bounds, plan.head == "spread")
     space.found[configuration] = FoundPlan(cut, plan, problem)
     return configuration
+
+
+# Kinds of recomputation by how little they hold, each with those that are never slower.
+_SAVINGS = {
+    "none": ("none",),
+    "selective": ("none", "selective"),
+    "full": ("none", "selective", "full"),
+    "stage": ("none", "selective", "stage"),
+    "stage+full": ("none", "selective", "full", "stage", "stage+full"),
+}
+
+
+def _cheaper(configuration: Configuration) -> Iterator[Configuration]:
+    """Yields the configuration with less saving of memory at the cost of time."""
+    shards = {configuration.shard, "optimizer"}
+    for recompute, offload, shard in product(_SAVINGS[configuration.recompute], {0.0, configuration.offload}, shards):
+        other = replace(configuration, recompute=recompute, offload=offload, shard=shard)
+        if other != configuration:
+            yield other

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache, partial
 from itertools import product, starmap
-from math import gcd, inf
+from math import gcd, inf, prod
 
 import numpy as np
 
@@ -19,14 +19,16 @@ from slipstream.cost import (
     Degrees,
     Stage,
     kinds_by_layer,
+    partition_of,
     parts_of,
     unit_bounds,
 )
 from slipstream.errors import SlipstreamError
 from slipstream.planner.joint import JointPlan, JointProblem, spread_costs
 from slipstream.planner.partition import partition_layers
-from slipstream.planner.plans import AUTO, Configuration, Mesh
-from slipstream.planner.search.bounds import ConfigurationGroup, GroupBounds, Savings, StageSizes
+from slipstream.planner.plans import AUTO, Configuration, Mesh, Prediction
+from slipstream.planner.search.bounds import ConfigurationGroup, GroupBounds, MemoryBound, Savings, StageSizes
+from slipstream.planner.search.evaluate import GROUPS, Evaluation, reduction_seconds, tail_seconds
 from slipstream.planner.search.placed_partition import PlacedPartition
 from slipstream.planner.search.plan_options import PlanOptions
 from slipstream.planner.search.schedule_shape import ScheduleShape, cached_schedule, with_savings
@@ -36,6 +38,7 @@ from slipstream.schedule import SCHEDULES, VOCABULARY, Op, ScheduleKind, make_sc
 from slipstream.schedule.action_arrays import ActionArrays
 
 USABLE = 0.95  # of a device's memory: fragments, libraries and all that isn't counted take the rest
+_LONG = 4000  # slices of stages, in a step that isn't simulated whole
 _STAGES_PER_RANK = (1, 2, 3, 4, 5, 6, 8, 10, 12)
 _COMPUTE, _EXCHANGED = (Op.F, Op.B, Op.I, Op.W), (Op.F, Op.I)
 _MOST_LAYERS = 16  # of a model whose ranks, not only its stages, are balanced; with more that takes a second each
@@ -70,8 +73,8 @@ class PlanSpace:
         self.longest = self.choices.longest
         self.alike, self._slowest = cache(self._first_alike), cache(self._find_slowest)
         self._partition, self._times = cache(self._compute_partition), cache(self._compute_times)
-        self._tails, self.sizes = cache(self._compute_tails), cache(self._sizes)
-        self._gradients, self._whole = cache(self._compute_gradients), cache(self._whole_seconds)
+        self._tails, self.sizes = cache(tail_seconds), cache(self._sizes)
+        self._gradients, self._whole = cache(reduction_seconds), cache(self._whole_seconds)
         self._columns, self._work = cache(self._part_columns), cache(self._whole_work)
         self._state = cache(self._state_bytes)
         self._alike: dict[tuple[tuple[int, ...], ...], Stage] = {}
@@ -230,16 +233,6 @@ class PlanSpace:
         c = configuration
         return self._gradients(self.cut(c), c.num_copies, c.optimizer_shards)
 
-    def _compute_gradients(self, cut: PlacedPartition, copies: int, shards: int) -> Floats:
-        return cut.per_stage(partial(cut.costs.gradient_seconds, copies=copies, shards=shards))
-
-    def _compute_tails(self, cut: PlacedPartition, copies: int, shards: int) -> Floats:
-        firsts = [cut.placement.index(rank) for rank in range(cut.num_ranks)]
-        gathered = cut.per_stage(partial(cut.costs.gather_seconds, shards=shards))
-        optimizer = cut.per_stage(partial(cut.costs.optimizer_step_seconds, shards=shards))
-        gradients = self._gradients(cut, copies, shards)[firsts]
-        return np.stack([gradients, cut.per_rank(gathered), cut.per_rank(optimizer)])
-
     def _sizes(self, cut: PlacedPartition) -> StageSizes:
         costs, length, per_stage = cut.costs, self.seq_len, cut.per_stage
         kept = {
@@ -254,6 +247,80 @@ class PlanSpace:
         optimized = cache(lambda shards: per_stage(partial(costs.num_optimized, shards=shards)))
         numbers = weights, per_stage(costs.num_trained), optimized
         return StageSizes(*numbers, context, kept, largest)
+
+    # --- what a step takes -------------------------------------------------------------------------------------------
+
+    def evaluate(self, configuration: Configuration) -> Evaluation:
+        """Returns what the configuration's step takes and holds, by all of its actions."""
+        return self._evaluated(configuration, self.shape(configuration))
+
+    def evaluate_in_part(self, configuration: Configuration) -> Evaluation:
+        """Returns it by few groups of a long step, where these take equally long."""
+        c, shape = configuration, self.shape(configuration)
+        few = shape.with_groups(GROUPS)
+        is_long = prod(shape.counts) > _LONG and shape.num_microbatches > 2 * few.num_microbatches
+        if not is_long or c.schedule == AUTO or SCHEDULES[c.schedule].holds_all:
+            return self.evaluate(c)
+        candidate = self._evaluated(c, few)
+        return candidate if candidate.is_steady else self.evaluate(c)
+
+    def _evaluated(self, configuration: Configuration, shape: ScheduleShape) -> Evaluation:
+        c = configuration
+        return Evaluation(
+            configuration=c,
+            cut=self.cut(c),
+            times=self.times(c),
+            arrays=self.actions(c, shape),
+            reductions=self.gradient_seconds(c),
+            tails=self.tails(c),
+            state=self.source.state,
+            host=self.source.host,
+            head_times=self.found[c].of_head if c.schedule == AUTO else {},
+            alike=self.alike,
+            num_extrapolated=self.num_microbatches(c) - shape.num_microbatches,
+        )
+
+    def fits(self, evaluation: Evaluation) -> bool:
+        """Returns whether all devices and hosts have room."""
+        return evaluation.fits(self.memory)
+
+    def may_fit(self, configuration: Configuration) -> bool:
+        """Returns False only if a configuration is too large, even without messages and keys' gradients."""
+        c, cut, shape = configuration, self.cut(configuration), self.shape(configuration)
+        state = self.source.state.of_shards(c.shard)
+        sizes, slices, by_layer = self.sizes(cut), np.array(self.slices(c)), c.recompute in BY_LAYER
+        bound = MemoryBound(
+            whole=np.outer(sizes.kept["full" if by_layer else "none"], slices / self.seq_len),
+            kept=np.outer(sizes.kept[c.recompute], slices / self.seq_len),
+            context=sizes.context * (not by_layer or len(slices) > 1),
+            gradients=state.gradients * sizes.trained,
+            offloads=bool(c.offload),
+        )
+        state_bytes = sizes.weights + state.optimizer * sizes.optimized(c.optimizer_shards)
+        if (bound.peaks(shape) + cut.per_rank(state_bytes)).max() > self.memory:
+            return False
+        host = self.source.host
+        return c.offload < 1 or host is None or bound.away(shape) <= host.capacity
+
+    def predict(self, evaluation: Evaluation) -> Prediction:
+        """Returns the configuration's step, its causes, and all ranks' memory at their peaks."""
+        c, step = evaluation.configuration, evaluation.seconds
+        peak = self.source.peak_seconds(self.global_batch, self.seq_len)
+        return Prediction(
+            configuration=c,
+            partition=partition_of(evaluation.cut.bounds, self.source.units_per_layer),
+            placement=evaluation.cut.placement,
+            slices=evaluation.times.slices,
+            num_microbatches=self.num_microbatches(c),
+            step_seconds=step,
+            tokens_per_second=self.global_batch * self.seq_len / step,
+            mfu=None if peak is None else peak / (step * c.num_devices),
+            idle_fraction=evaluation.idle_fraction,
+            seconds_by_cause=evaluation.causes,
+            memory=evaluation.memory(),
+            memory_limit=self.memory,
+            joint=self.found[c].plan if c.schedule == AUTO else None,
+        )
 
     # --- bounds ------------------------------------------------------------------------------------------------------
 

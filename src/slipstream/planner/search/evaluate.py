@@ -1,72 +1,80 @@
-"""One simulated configuration: its step, where the step's time goes, and every rank's memory."""
+"""What a plan's step takes: its seconds, where they go, and every rank's memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from itertools import product
-from math import prod
+from types import MappingProxyType
 
 import numpy as np
 
 from slipstream.array_types import Floats
-from slipstream.cost import BY_LAYER, EXCHANGES, StageParts, head_part_memory, memory_table, partition_of
-from slipstream.planner.plans import AUTO, Configuration, Prediction
-from slipstream.planner.search.bounds import MemoryBound
+from slipstream.cost import (
+    EXCHANGES,
+    REPLAYED,
+    HostMemorySpec,
+    Stage,
+    StageParts,
+    StateBytes,
+    head_part_memory,
+    memory_table,
+)
+from slipstream.planner.plans import Configuration
 from slipstream.planner.search.placed_partition import PlacedPartition
-from slipstream.planner.search.plan_space import PlanSpace
-from slipstream.planner.search.schedule_shape import ScheduleShape
-from slipstream.planner.search.stage_times import StageTimes
-from slipstream.schedule import SCHEDULES, Op, Schedule
+from slipstream.planner.search.schedule_shape import with_savings
+from slipstream.planner.search.stage_times import Slicing, StageTimes, part_times, stage_times
+from slipstream.schedule import Op, Schedule
 from slipstream.schedule.action import OPS
 from slipstream.schedule.action_arrays import ActionArrays
 from slipstream.simulator import MemoryKind, MemoryTable, RankMemory, TableCost
 from slipstream.simulator.memory_account import OrderBytes, order_bytes
 from slipstream.simulator.simulation import end_times
 
-_LONG = 4000  # slices of stages, in a step that isn't simulated whole
-_GROUPS = 12  # of microbatches that are simulated of it: with fewer, copies to the host haven't piled up yet
+GROUPS = 12  # of microbatches that are simulated of it: with fewer, copies to the host haven't piled up yet
+_WHOLE_HEAD: Mapping[tuple[int, int, Op], float] = MappingProxyType({})
 _AFTER = "gradient reduction", "weight gathering", "optimizer"  # what follows a rank's last action
 _STEADY = 1e-3  # by which share two groups of such a step may differ
 
 
+def _itself(stage: Stage) -> Stage:
+    return stage
+
+
 @dataclass(frozen=True)
-class SimulatedConfiguration:
-    """A configuration with its partition, slices and schedule, and its actions' costs.
+class Evaluation:
+    """A step of a plan: its seconds, where they go, and every rank's peak on the device and on the host.
 
     Once a pipeline is full, each group of microbatches takes as long as the one before, and nothing more is held. So a
     long step may be extrapolated: `arrays` have its first and its last groups, and `num_extrapolated` microbatches are
     between the two.
+
+    Args:
+        configuration: what is decided but for the cut, the slices and the order.
+        cut: the parts of each stage, the rank that holds it, and the stages' costs.
+        times: of the stages, on the slices.
+        arrays: the actions, with R, OFFLOAD and RELOAD.
+        reductions: seconds in which the gradients of each stage are reduced over the replicas.
+        tails: seconds that always follow a rank's last action, (3, ranks): see `tail_seconds`.
+        state: bytes per parameter, where nothing is sharded.
+        host: the memory of the host. None: unknown.
+        head_times: seconds of a spread head's actions by (stage, slice, op).
+        alike: returns one of the stages with equal costs, so that their bytes are computed once.
+        num_extrapolated: microbatches that are left out.
     """
 
-    space: PlanSpace
     configuration: Configuration
     cut: PlacedPartition
     times: StageTimes
     arrays: ActionArrays
+    reductions: Floats
+    tails: Floats
+    state: StateBytes
+    host: HostMemorySpec | None = None
+    head_times: Mapping[tuple[int, int, Op], float] = field(default_factory=dict)
+    alike: Callable[[Stage], Stage] = _itself
     num_extrapolated: int = 0
-
-    @classmethod
-    def of(cls, space: PlanSpace, configuration: Configuration) -> SimulatedConfiguration:
-        """Returns the configuration with all actions of a step."""
-        return cls._of(space, configuration, space.shape(configuration))
-
-    @classmethod
-    def extrapolated(cls, space: PlanSpace, configuration: Configuration) -> SimulatedConfiguration:
-        """Returns the configuration with few groups of a long step, where these take equally long."""
-        c, shape = configuration, space.shape(configuration)
-        few = shape.with_groups(_GROUPS)
-        is_long = prod(shape.counts) > _LONG and shape.num_microbatches > 2 * few.num_microbatches
-        if not is_long or c.schedule == AUTO or SCHEDULES[c.schedule].holds_all:
-            return cls.of(space, c)
-        candidate = cls._of(space, c, few)
-        return candidate if candidate._is_steady else cls.of(space, c)
-
-    @classmethod
-    def _of(cls, space: PlanSpace, configuration: Configuration, shape: ScheduleShape) -> SimulatedConfiguration:
-        c, num_extrapolated = configuration, space.num_microbatches(configuration) - shape.num_microbatches
-        return cls(space, c, space.cut(c), space.times(c), space.actions(c, shape), num_extrapolated)
 
     @property
     def num_alike(self) -> float:
@@ -74,7 +82,8 @@ class SimulatedConfiguration:
         return 1 + self.num_extrapolated / self.schedule.num_microbatches
 
     @property
-    def _is_steady(self) -> bool:
+    def is_steady(self) -> bool:
+        """Whether the groups of an extrapolated step take equally long."""
         before, after = self._group_seconds(self.run[0])
         return abs(after - before) <= _STEADY * after
 
@@ -84,14 +93,14 @@ class SimulatedConfiguration:
         back = (arrays.stage == first) & arrays.is_one_of(Op.B, Op.I)
         done = np.zeros(self.schedule.num_microbatches)
         np.maximum.at(done, arrays.microbatch[back], ends[back])
-        last = done[:: -(len(done) // _GROUPS)][::-1]
+        last = done[:: -(len(done) // GROUPS)][::-1]
         return float(last[-4] - last[-5]), float(last[-3] - last[-4])
 
     def _later(self, ends: Floats) -> float:
         """Returns how much later the whole step ends: no rank takes less than its work, and its copies."""
         if not self.num_extrapolated:
             return 0.0
-        work, group = [self.run[1]], self.schedule.num_microbatches / _GROUPS
+        work, group = [self.run[1]], self.schedule.num_microbatches / GROUPS
         if self.cost.copies:
             copies = self.arrays.is_one_of(Op.OFFLOAD, Op.RELOAD)
             work.append(copies * self.arrays.each(self.cost.copy_seconds))
@@ -101,18 +110,18 @@ class SimulatedConfiguration:
     @cached_property
     def cost(self) -> TableCost:
         """The seconds of its actions, messages and copies."""
-        space, c, placement = self.space, self.configuration, self.cut.placement
+        c, placement = self.configuration, self.cut.placement
         units, tables = list(product(range(len(placement)), range(c.num_slices))), self.times.seconds(c.recompute)
         ran = [op for op in tables if op in self.schedule.ops]
         seconds = {(g, s, op): float(tables[op][g, s]) for op in ran for g, s in units}
-        seconds |= space.found[c].of_head if c.schedule == AUTO else {}
+        seconds |= self.head_times
         cost = self.cut.costs.action_costs(seconds, self.times.slices, c.data_parallel)
         return replace(cost, copies=self._copies) if c.offload else cost
 
     @property
     def _copies(self) -> dict[tuple[int, int], float]:
         """The seconds in which a slice of a stage is copied to the host, or back."""
-        host, moved = self.space.source.host, self.arrays.is_one_of(Op.OFFLOAD)
+        host, moved = self.host, self.arrays.is_one_of(Op.OFFLOAD)
         assert host is not None, "offloads to an unknown host"
         columns = (column[moved].tolist() for column in (self.arrays.stage, self.arrays.slice, self.bytes.leaves))
         return {(stage, index): host.copy_seconds(-left) for stage, index, left in {*zip(*columns, strict=True)}}
@@ -126,18 +135,16 @@ class SimulatedConfiguration:
     def table(self) -> MemoryTable:
         """The bytes of its actions."""
         c = self.configuration
-        saved = c.recompute, self.space.source.state.of_shards(c.shard), c.optimizer_shards
+        saved = c.recompute, self.state.of_shards(c.shard), c.optimizer_shards
         if self.cut.spreads_head:
             whole = StageParts.of_units(self.cut.bounds)
             return head_part_memory(self.cut.costs, whole, self.schedule, self.times.slices, *saved)
-        return memory_table(
-            self.cut.costs, self.cut.stages, self.schedule, self.times.slices, *saved, alike=self.space.alike
-        )
+        return memory_table(self.cut.costs, self.cut.stages, self.schedule, self.times.slices, *saved, alike=self.alike)
 
-    def fits(self) -> bool:
-        """Returns whether all devices and hosts have room."""
-        host = self.space.source.host
-        return (host is None or self.host_peak() <= host.capacity) and max(self.peaks()) <= self.space.memory
+    def fits(self, memory: float) -> bool:
+        """Returns whether all devices, of so many bytes, and hosts have room."""
+        host = self.host
+        return (host is None or self.host_peak() <= host.capacity) and max(self.peaks()) <= memory
 
     def host_peak(self) -> float:
         """Returns the most bytes that a rank holds on its host."""
@@ -172,7 +179,7 @@ class SimulatedConfiguration:
     @cached_property
     def _parts(self) -> Floats:
         """The seconds until each rank's last action ends, and those of `_AFTER`, (4, rank)."""
-        _, *after = self.space.tails(self.configuration)
+        _, *after = self.tails
         last = self.run[0][self.arrays.firsts[1:] - 1]
         return np.stack([last + self._later(self.run[0]), self._reduced() - last, *after])
 
@@ -180,7 +187,7 @@ class SimulatedConfiguration:
         """Returns when each rank's gradients are reduced: those of its stages one after the other, from the last stage
         to the first, each from the stage's last backward on (`add_reductions`). So of several stages on a rank all but
         the first may be reduced while others still compute."""
-        arrays, seconds = self.arrays, self.space.gradient_seconds(self.configuration)
+        arrays, seconds = self.arrays, self.reductions
         done: Floats = self.run[0][arrays.firsts[1:] - 1].copy()
         if not seconds.any():
             return done
@@ -215,67 +222,16 @@ class SimulatedConfiguration:
             copied = end - float(ends[arrays.firsts[rank + 1] - 1]) - self._later(ends)
         return causes | {"recomputation": recomputed, "offload": copied, "waiting": end - work - recomputed - copied}
 
+    @property
+    def idle_fraction(self) -> float:
+        """The share of the ranks' time between the first action and the last in which they wait."""
+        ends, seconds = self.run
+        end, work = ends.max() + self._later(ends), self.num_alike * seconds.sum()
+        return max(0.0, float(1 - work / (self.schedule.num_ranks * end)))
 
-# Kinds of recomputation by how little they hold, each with those that are never slower.
-_SAVINGS = {
-    "none": ("none",),
-    "selective": ("none", "selective"),
-    "full": ("none", "selective", "full"),
-    "stage": ("none", "selective", "stage"),
-    "stage+full": ("none", "selective", "full", "stage", "stage+full"),
-}
-
-
-def cheaper(configuration: Configuration) -> Iterator[Configuration]:
-    """Yields the configuration with less saving of memory at the cost of time."""
-    shards = {configuration.shard, "optimizer"}
-    for recompute, offload, shard in product(_SAVINGS[configuration.recompute], {0.0, configuration.offload}, shards):
-        other = replace(configuration, recompute=recompute, offload=offload, shard=shard)
-        if other != configuration:
-            yield other
-
-
-def may_fit(space: PlanSpace, configuration: Configuration) -> bool:
-    """Returns False only if a configuration is too large, even without messages and gradients of keys and values."""
-    c, cut, shape = configuration, space.cut(configuration), space.shape(configuration)
-    state = space.source.state.of_shards(c.shard)
-    sizes, slices, by_layer = space.sizes(cut), np.array(space.slices(c)), c.recompute in BY_LAYER
-    bound = MemoryBound(
-        whole=np.outer(sizes.kept["full" if by_layer else "none"], slices / space.seq_len),
-        kept=np.outer(sizes.kept[c.recompute], slices / space.seq_len),
-        context=sizes.context * (not by_layer or len(slices) > 1),
-        gradients=state.gradients * sizes.trained,
-        offloads=bool(c.offload),
-    )
-    state_bytes = sizes.weights + state.optimizer * sizes.optimized(c.optimizer_shards)
-    if (bound.peaks(shape) + cut.per_rank(state_bytes)).max() > space.memory:
-        return False
-    host = space.source.host
-    return c.offload < 1 or host is None or bound.away(shape) <= host.capacity
-
-
-def predict(candidate: SimulatedConfiguration) -> Prediction:
-    """Returns the configuration's step, its causes, and all ranks' memory at their peaks."""
-    space, c, schedule = candidate.space, candidate.configuration, candidate.schedule
-    step = candidate.seconds
-    ends, seconds = candidate.run
-    end, work = ends.max() + candidate._later(ends), candidate.num_alike * seconds.sum()
-    peak = space.source.peak_seconds(space.global_batch, space.seq_len)
-    return Prediction(
-        configuration=c,
-        partition=partition_of(candidate.cut.bounds, space.source.units_per_layer),
-        placement=candidate.cut.placement,
-        slices=candidate.times.slices,
-        num_microbatches=space.num_microbatches(c),
-        step_seconds=step,
-        tokens_per_second=space.global_batch * space.seq_len / step,
-        mfu=None if peak is None else peak / (step * c.num_devices),
-        idle_fraction=max(0.0, float(1 - work / (schedule.num_ranks * end))),
-        seconds_by_cause=candidate.causes,
-        memory=tuple(_by_kind(rank_memory) for rank_memory in candidate.bytes.memory()),
-        memory_limit=space.memory,
-        joint=space.found[c].plan if c.schedule == AUTO else None,
-    )
+    def memory(self) -> tuple[dict[MemoryKind, float], ...]:
+        """Returns each rank's bytes by kind, at the moment of its peak."""
+        return tuple(_by_kind(rank) for rank in self.bytes.memory())
 
 
 def _by_kind(memory: RankMemory) -> dict[MemoryKind, float]:
@@ -283,3 +239,54 @@ def _by_kind(memory: RankMemory) -> dict[MemoryKind, float]:
     if during[MemoryKind.WORKSPACE] < 0:  # activations are freed while gradients are made
         during[MemoryKind.ACTIVATIONS] += during.pop(MemoryKind.WORKSPACE)
     return {kind: size for kind, size in during.items() if size}
+
+
+def evaluate(
+    configuration: Configuration,
+    cut: PlacedPartition,
+    slices: Slicing,
+    schedule: Schedule,
+    state: StateBytes,
+    host: HostMemorySpec | None = None,
+    head_times: Mapping[tuple[int, int, Op], float] = _WHOLE_HEAD,
+) -> Evaluation:
+    """Returns what a step of a plan takes and holds.
+
+    Args:
+        configuration: the degrees, and how memory is saved.
+        cut: the parts of each stage, the rank that holds it, and the costs.
+        slices: tokens of each slice.
+        schedule: the compute actions.
+        state: bytes per parameter, where nothing is sharded.
+        host: the memory of the host, where something is offloaded.
+        head_times: seconds of a spread head's actions by (stage, slice, op).
+    """
+    c = configuration
+    recomputations = tuple(dict.fromkeys(("none", "full", c.recompute)))
+    parts = part_times(cut.costs, recomputations, (slices,))
+    return Evaluation(
+        configuration=c,
+        cut=cut,
+        times=stage_times(cut, parts, recomputations, slices),
+        arrays=with_savings(schedule, c.recompute in REPLAYED, c.offload),
+        reductions=reduction_seconds(cut, c.num_copies, c.optimizer_shards),
+        tails=tail_seconds(cut, c.num_copies, c.optimizer_shards),
+        state=state,
+        host=host,
+        head_times=head_times,
+    )
+
+
+def reduction_seconds(cut: PlacedPartition, copies: int, shards: int) -> Floats:
+    """Returns the seconds in which the gradients of each stage are reduced over the replicas, (stages,)."""
+    return cut.per_stage(partial(cut.costs.gradient_seconds, copies=copies, shards=shards))
+
+
+def tail_seconds(cut: PlacedPartition, copies: int, shards: int) -> Floats:
+    """Returns each rank's seconds that always follow its last action, (3, ranks): of reducing the gradients of its
+    first stage, of gathering weights, and of the optimizer."""
+    firsts = [cut.placement.index(rank) for rank in range(cut.num_ranks)]
+    gathered = cut.per_stage(partial(cut.costs.gather_seconds, shards=shards))
+    optimizer = cut.per_stage(partial(cut.costs.optimizer_step_seconds, shards=shards))
+    gradients = reduction_seconds(cut, copies, shards)[firsts]
+    return np.stack([gradients, cut.per_rank(gathered), cut.per_rank(optimizer)])
