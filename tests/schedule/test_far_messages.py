@@ -19,7 +19,7 @@ from slipstream.schedule import (
     Op,
     Schedule,
     ScheduleError,
-    Skip,
+    StageSkip,
     add_communication,
     channel,
     check_communication,
@@ -37,7 +37,7 @@ from slipstream.simulator import UnitCost, simulate
 from support.examples import examples
 
 
-def random_schedule(pick: random.Random, spreads: bool) -> tuple[Schedule, list[Skip]]:
+def random_schedule(pick: random.Random, spreads: bool) -> tuple[Schedule, list[StageSkip]]:
     """Any kind, with one to three stages a rank; a spread head, or skips past one stage and more."""
     name = pick.choice([*SCHEDULES])
     stages_per_rank = pick.choice([v for v in (1, 2, 3) if v in SCHEDULES[name].stages_per_rank])
@@ -48,7 +48,7 @@ def random_schedule(pick: random.Random, spreads: bool) -> tuple[Schedule, list[
         return spread_vocabulary(schedule, embedding=pick.random() < 0.5), []
     stages = range(schedule.num_stages)
     pairs = [(stash, pop) for stash in stages for pop in stages if pop > stash + 1 and pick.random() < 0.4]
-    return schedule, [Skip(*pair, pick.random() < 0.3) for pair in pairs]
+    return schedule, [StageSkip(*pair, pick.random() < 0.3) for pair in pairs]
 
 
 def runs(schedule: Schedule, rendezvous: bool, pick: random.Random) -> bool:
@@ -98,7 +98,7 @@ def test_ranks_come_to_their_ends_under_both_models(seed: int, spreads: bool) ->
 
 
 def test_every_slice_of_a_skip_goes_and_comes_back_or_the_first_alone() -> None:
-    schedule = with_far_messages(add_communication(one_f_one_b(4, 1, 3)), [Skip(0, 2, True), Skip(1, 3)])
+    schedule = with_far_messages(add_communication(one_f_one_b(4, 1, 3)), [StageSkip(0, 2, True), StageSkip(1, 3)])
     far = sorted(str(action) for action in schedule.positions if action.peer >= 0 and action.op in SENDS)
     assert far == [
         *("0SEND_F0.0>2", "1SEND_F0.0>3", "1SEND_F0.1>3", "1SEND_F0.2>3"),
@@ -112,12 +112,12 @@ def test_every_slice_of_a_skip_goes_and_comes_back_or_the_first_alone() -> None:
 def test_stages_of_one_rank_exchange_no_messages() -> None:
     """Of stages 0 to 3 on two ranks, 0 and 2 are on one."""
     schedule = add_communication(make_schedule("interleaved-1f1b", 2, 2, 2, 2))
-    assert with_far_messages(schedule, [Skip(0, 2)]).actions == schedule.actions
-    assert with_far_messages(schedule, [Skip(0, 3)]).actions != schedule.actions
+    assert with_far_messages(schedule, [StageSkip(0, 2)]).actions == schedule.actions
+    assert with_far_messages(schedule, [StageSkip(0, 3)]).actions != schedule.actions
 
 
 def test_a_message_past_neighbours_that_cannot_come_is_refused() -> None:
-    lowered = with_far_messages(add_communication(one_f_one_b(3, 1, 2)), [Skip(0, 2)])
+    lowered = with_far_messages(add_communication(one_f_one_b(3, 1, 2)), [StageSkip(0, 2)])
     receive, send = Action(Op.RECV_F, 2, 0, 1, 0), Action(Op.SEND_F, 0, 0, 1, 2)
     without_send = replace(lowered, actions=(tuple(a for a in lowered.actions[0] if a != send), *lowered.actions[1:]))
     with pytest.raises(ScheduleError, match=r"2RECV_F0\.1>0 has no other end: the schedule lacks 0SEND_F0\.1>2"):
@@ -136,6 +136,6 @@ def test_only_messages_name_another_stage(text: str) -> None:
 
 def test_frozen_stages_get_no_gradients_of_skips() -> None:
     frozen = freeze_stages(one_f_one_b(3, 1, 2), 1)
-    lowered = with_far_messages(add_communication(frozen), [Skip(0, 2)])
+    lowered = with_far_messages(add_communication(frozen), [StageSkip(0, 2)])
     check_communication(lowered)
     assert not any(action.op is Op.SEND_B and action.peer == 0 for action in lowered.positions)

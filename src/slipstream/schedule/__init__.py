@@ -2,7 +2,7 @@
 
 from slipstream.schedule.action import BACKWARDS, COMMUNICATION, RECEIVES, SENDS, VOCABULARY, Action, Op, ScheduleError
 from slipstream.schedule.far_messages import (
-    Skip,
+    StageSkip,
     far_channels,
     far_inputs,
     far_sends,

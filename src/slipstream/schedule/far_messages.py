@@ -28,7 +28,7 @@ from slipstream.schedule.schedule import Schedule
 from slipstream.schedule.validation import running_order
 
 
-class Skip(NamedTuple):
+class StageSkip(NamedTuple):
     """What goes from the stage of its stash to that of its pop, past stages between: of all slices or the first one."""
 
     stash: int
@@ -36,7 +36,7 @@ class Skip(NamedTuple):
     is_first_slices: bool = False
 
 
-def far_sends(action: Action, schedule: Schedule, skips: Sequence[Skip] = ()) -> list[Action]:
+def far_sends(action: Action, schedule: Schedule, skips: Sequence[StageSkip] = ()) -> list[Action]:
     """Returns the SENDs of an action's result to stages that aren't neighbours, or to a spread head: also to stages of
     the same rank, to which it is handed over."""
     op, g, m, i, _ = action
@@ -140,7 +140,7 @@ def _last_gradients(schedule: Schedule) -> dict[Action, Action]:
     return found
 
 
-def with_far_messages(schedule: Schedule, skips: Sequence[Skip] = (), is_alone: bool = False) -> Schedule:
+def with_far_messages(schedule: Schedule, skips: Sequence[StageSkip] = (), is_alone: bool = False) -> Schedule:
     """Returns a lowered schedule with its messages past neighbours, unless it has them.
 
     `is_alone` is whether one rank of it runs alone, so that no others could wait.
@@ -176,7 +176,7 @@ def with_far_messages(schedule: Schedule, skips: Sequence[Skip] = (), is_alone: 
     return replace(schedule, actions=tuple(map(tuple, placed)))
 
 
-def _with_far_sends(schedule: Schedule, skips: Sequence[Skip]) -> list[list[Action]]:
+def _with_far_sends(schedule: Schedule, skips: Sequence[StageSkip]) -> list[list[Action]]:
     def sent(action: Action) -> list[Action]:
         return [send for send in far_sends(action, schedule, skips) if not is_here(send, schedule)]
 

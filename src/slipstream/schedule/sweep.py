@@ -60,7 +60,7 @@ class ActionOrder(NamedTuple):
         return [row[:length] for row, length in zip(self.rows, self.lengths, strict=True)]
 
 
-class Progress(NamedTuple):
+class SweepProgress(NamedTuple):
     """How far a sweep has come."""
 
     missing: Ints  # the predecessors of each action that haven't run
@@ -167,12 +167,12 @@ class HeadGaps(NamedTuple):
     gradient_class: float  # from which such a gradient is raised to class 0
 
 
-def no_progress(graph: ActionGraph) -> Progress:
+def no_progress(graph: ActionGraph) -> SweepProgress:
     """Returns the progress before the first action."""
     size, num_ranks = len(graph.seconds), graph.counts[0]
     lines = np.zeros(graph.counts[1] + num_ranks)
     missing = graph.first_before[1:] - graph.first_before[:-1]
-    return Progress(missing, np.zeros(size), np.full(size, -1.0), np.zeros(num_ranks), lines)
+    return SweepProgress(missing, np.zeros(size), np.full(size, -1.0), np.zeros(num_ranks), lines)
 
 
 def in_rows(order: ActionOrder) -> FixedRows:
@@ -186,7 +186,7 @@ def in_rows(order: ActionOrder) -> FixedRows:
 
 def sweep(
     graph: ActionGraph,
-    progress: Progress,
+    progress: SweepProgress,
     rows: FixedRows | None,
     listing: ByPriority | None,
     delays: Floats | None,
@@ -264,7 +264,7 @@ def sweep(
                     _offer(graph, listing, gaps, after)
 
 
-def _replay(progress: Progress, replays: Replays, rank: int, action: int) -> None:
+def _replay(progress: SweepProgress, replays: Replays, rank: int, action: int) -> None:
     """Places the forwards that run again before an action, and lets its rank run them."""
     end, ready = replays.firsts[rank + 1], progress.ready[action]
     while replays.kept_whole[rank] < end and (
@@ -285,7 +285,7 @@ def _replay(progress: Progress, replays: Replays, rank: int, action: int) -> Non
     replays.alive[rank] += int(replays.whole[action]) - int(replays.chosen[action])
 
 
-def _first_to_start(graph: ActionGraph, progress: Progress, listing: ByPriority, gaps: HeadGaps | None) -> int:
+def _first_to_start(graph: ActionGraph, progress: SweepProgress, listing: ByPriority, gaps: HeadGaps | None) -> int:
     """Returns the rank that can start an action first; -1 for none."""
     now = 0
     for rank in range(len(progress.free)):
@@ -298,7 +298,7 @@ def _first_to_start(graph: ActionGraph, progress: Progress, listing: ByPriority,
     return now if listing.start[now] < _NEVER else -1
 
 
-def _choose(graph: ActionGraph, progress: Progress, listing: ByPriority, gaps: HeadGaps | None, rank: int) -> None:
+def _choose(graph: ActionGraph, progress: SweepProgress, listing: ByPriority, gaps: HeadGaps | None, rank: int) -> None:
     """Chooses the next action of a rank."""
     candidates, free, ready = listing.candidates, progress.free[rank], progress.ready
     earliest, start, chosen = _NEVER, _NEVER, -1
@@ -440,7 +440,7 @@ def _by_priority(graph: ActionGraph, priority: Floats, window: float, patience: 
     return ByPriority(priority, window, patience, num_fillers, *lists, chosen, start, is_known, room)
 
 
-def _offer_first(graph: ActionGraph, progress: Progress, listing: ByPriority, gaps: HeadGaps | None) -> None:
+def _offer_first(graph: ActionGraph, progress: SweepProgress, listing: ByPriority, gaps: HeadGaps | None) -> None:
     """Offers the actions that nothing precedes."""
     for action in range(len(graph.seconds)):
         if graph.exists[action] and progress.missing[action] == 0:

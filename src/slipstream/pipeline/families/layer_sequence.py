@@ -36,7 +36,7 @@ from slipstream.pipeline.tuning.row_plan import granularity_for
 from slipstream.planner.joint import JointPlan, JointProblem, find_joint_plan
 from slipstream.planner.partition import partition_layers
 from slipstream.profile.link_measurement import measure_link
-from slipstream.schedule import Schedule, Skip, SlicedMicrobatch
+from slipstream.schedule import Schedule, SlicedMicrobatch, StageSkip
 from slipstream.sequential import (
     BatchSlice,
     LayerBoundary,
@@ -216,11 +216,11 @@ class SequenceFamily(ModelFamily):
         weights = StageWeights(NamedWeights(here), self._elsewhere)
         return GivenLosses(loss_fn, weights, self._ranks.data.size)
 
-    def _skips(self, ranges: Sequence[LayerRange]) -> tuple[Skip, ...]:
+    def _skips(self, ranges: Sequence[LayerRange]) -> tuple[StageSkip, ...]:
         """Returns the skips past stages; one that begins before the tokens are cut goes with the first slice alone."""
         cut = len(self._layers) if self._cut is None else self._cut
         place = {i: g for g, owned in enumerate(ranges) for i in range(int(owned.start), int(owned.stop))}
-        ends = {Skip(place[route.stash], place[route.pop], route.stash <= cut) for route in self._routes}
+        ends = {StageSkip(place[route.stash], place[route.pop], route.stash <= cut) for route in self._routes}
         return tuple(sorted(skip for skip in ends if skip.pop > skip.stash + 1))
 
     def balance(self, layout: StageLayout) -> Balance:

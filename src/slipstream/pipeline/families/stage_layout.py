@@ -14,8 +14,8 @@ from slipstream.parallel import Ranks
 from slipstream.schedule import (
     Op,
     Schedule,
-    Skip,
     SlicedMicrobatch,
+    StageSkip,
     add_communication,
     add_offload,
     add_recompute,
@@ -43,7 +43,7 @@ class StageLayout:
     spreads_vocabulary: bool = False  # whether every rank has some rows of the head
     spreads_embedding: bool = False  # which embed too
     num_frozen_stages: int = 0  # the first ones, of which nothing is trained
-    skips: tuple[Skip, ...] = ()  # past stages
+    skips: tuple[StageSkip, ...] = ()  # past stages
 
     def __post_init__(self) -> None:
         check_communication(self.training)
