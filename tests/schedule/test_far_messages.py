@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import defaultdict, deque
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -34,6 +35,7 @@ from slipstream.schedule import (
     with_far_messages,
 )
 from slipstream.simulator import UnitCost, simulate
+from slipstream.timeline import draw_timelines, load_trace, save_trace
 from support.examples import examples
 
 
@@ -107,6 +109,18 @@ def test_every_slice_of_a_skip_goes_and_comes_back_or_the_first_alone() -> None:
     before = predecessors(Action(Op.F, 3, 0, 1), schedule)
     assert {str(action) for action in before} == {"3F0.0", "3RECV_F0.1", "3RECV_F0.1>1"}
     assert predecessors(Action(Op.B, 1, 0, 2), schedule)[-1] == Action(Op.RECV_B, 1, 0, 2, 3)
+
+
+def test_a_saved_trace_and_a_picture_have_messages_past_neighbours(tmp_path: Path) -> None:
+    schedule = with_far_messages(add_communication(one_f_one_b(3, 1, 2)), [StageSkip(0, 2)])
+    timeline = simulate(schedule, UnitCost(link=0.25))
+    save_trace(tmp_path / "trace.json", timeline)
+    (loaded,) = load_trace(tmp_path / "trace.json")
+    assert {(span.action, span.start, span.end) for span in loaded.spans} == {
+        (span.action, float(span.start), float(span.end)) for span in timeline.spans
+    }
+    assert Action(Op.RECV_F, 2, 0, 1, 0) in {message.receive.action for message in loaded.messages}
+    draw_timelines(tmp_path / "picture.svg", timeline)
 
 
 def test_stages_of_one_rank_exchange_no_messages() -> None:

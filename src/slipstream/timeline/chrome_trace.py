@@ -88,8 +88,9 @@ class _Group:
         return self._event("X", interval.rank, tid=thread, ts=ts, dur=dur, **fields)
 
     def _span(self, span: Span, thread: int) -> _Event:
-        op, *where = span.action
-        args: dict[str, Any] = dict(zip(("stage", "microbatch", "slice"), where, strict=True))
+        op, stage, microbatch, index, peer = span.action
+        args: dict[str, Any] = {"stage": stage, "microbatch": microbatch, "slice": index}
+        args |= {"peer": peer} if peer >= 0 else {}
         args |= {"start": float(span.start), "end": float(span.end), "number": self._numbers[span.action]}
         return self._box(span, thread, name=self._timeline.schedule.text(span.action), cat=str(op), args=args)
 
@@ -158,7 +159,8 @@ def _timelines(trace: dict[str, Any], other: dict[str, Any]) -> tuple[Timeline, 
 
 def _read_span(event: _Event, rank: int) -> Span:
     args = event["args"]
-    action = Action(Op(event["cat"]), int(args["stage"]), int(args["microbatch"]), int(args["slice"]))
+    place = (int(args[name]) for name in ("stage", "microbatch", "slice"))
+    action = Action(Op(event["cat"]), *place, peer=int(args.get("peer", -1)))
     span = Span(rank, action, float(args["start"]), float(args["end"]))
     if not span.start <= span.end:
         raise ValueError(f"{action} ends at {span.end}, before it starts at {span.start}")
