@@ -159,8 +159,13 @@ def _timelines(trace: dict[str, Any], other: dict[str, Any]) -> tuple[Timeline, 
 
 def _read_span(event: _Event, rank: int) -> Span:
     args = event["args"]
-    place = (int(args[name]) for name in ("stage", "microbatch", "slice"))
-    action = Action(Op(event["cat"]), *place, peer=int(args.get("peer", -1)))
+    action = Action(
+        op=Op(event["cat"]),
+        stage=int(args["stage"]),
+        microbatch=int(args["microbatch"]),
+        slice=int(args["slice"]),
+        peer=int(args.get("peer", -1)),
+    )
     span = Span(rank, action, float(args["start"]), float(args["end"]))
     if not span.start <= span.end:
         raise ValueError(f"{action} ends at {span.end}, before it starts at {span.start}")
