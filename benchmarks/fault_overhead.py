@@ -32,7 +32,7 @@ from slipstream.launch import Progress, launch_ranks
 from slipstream.pipeline.agreement import BatchAgreement
 from slipstream.train import training_rank
 from slipstream.train.bad_steps import BadSteps
-from slipstream.train.config.run_config import parse_config
+from slipstream.train.config.config_values import parse_config
 from slipstream.train.corruption import StateCheck
 from slipstream.train.folder_lock import FolderLock
 from slipstream.train.metrics.reporter import Stragglers

@@ -17,7 +17,7 @@ from examples.chat.make_conversations import make_conversations
 
 from benchmarks.harness import setting, write
 from slipstream.launch import Progress, launch_ranks
-from slipstream.train.config.run_config import parse_config
+from slipstream.train.config.config_values import parse_config
 from slipstream.train.data import train_tokenizer
 from slipstream.train.folder_lock import FolderLock
 from slipstream.train.preflight import preflight

@@ -17,7 +17,7 @@ from slipstream.cost import load_cluster, load_profile
 from slipstream.errors import SlipstreamError, printable
 from slipstream.extras.run_page import write_run_page
 from slipstream.model import load_config as load_model_config
-from slipstream.planning.plan_model import lora_section
+from slipstream.planning.described_model import DescribedModel
 from slipstream.timeline import load_trace
 from slipstream.train.config import load_config
 from slipstream.train.data.sources import find_bad_line
@@ -44,10 +44,15 @@ def test_a_configuration_that_nobody_can_read(tmp_path: Path, suffix: str, value
     assert len(str(raised.value)) < 2000
 
 
+def settings_of(model: Path) -> object:
+    """The settings of a file that describes a model."""
+    return DescribedModel(model).settings
+
+
 def test_aliases_that_stand_for_gigabytes(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(LAUGHS)
-    for read in (load_config, load_cluster, lora_section):
+    for read in (load_config, load_cluster, settings_of):
         with pytest.raises(SlipstreamError, match=r"aliases \(\*name\) stand for more than 1,000,000 values"):
             read(file)
     file.write_text("a: &a [*a]")
@@ -109,7 +114,7 @@ def test_a_row_of_data(tmp_path: Path, value: str) -> None:
 
 
 @pytest.mark.parametrize("text", [DEEP, LONG, f'{{"format": {DEEP}}}'])
-@pytest.mark.parametrize("read", [load_cluster, load_profile, load_trace, lora_section])
+@pytest.mark.parametrize("read", [load_cluster, load_profile, load_trace, settings_of])
 def test_descriptions_and_measurements(tmp_path: Path, read: Callable[[Path], object], text: str) -> None:
     file = tmp_path / "file.json"
     file.write_text(text)

@@ -29,7 +29,8 @@ from slipstream.pipeline.families.causal_lm import CausalLMFamily
 from slipstream.planner.order.order_search import find_order
 from slipstream.planner.order.ordering_problem import StepActions
 from slipstream.simulator import UnitCost
-from slipstream.train.config.run_config import Config, load_config
+from slipstream.train.config.config_file import load_config
+from slipstream.train.config.run_config import Config
 from support.architectures import ARCHITECTURES, BOUND, build, tokens
 from support.exact_steps import sequences_error, step_error
 from support.hybrids import HYBRIDS

@@ -14,7 +14,7 @@ from typing import Any, get_args
 import yaml
 from pydantic.fields import FieldInfo
 
-from slipstream.option_problems import allowed_text, records_in
+from slipstream.option_errors import allowed_text, records_in
 from slipstream.options import Record
 from slipstream.train.config import Config
 from slipstream.train.config.rules import OTHER_NAMES, OTHER_TOOLS

@@ -17,7 +17,7 @@ import slipstream
 from benchmarks.golden_plans.requests import MODELS, PROFILES, Request
 from slipstream.cost import MeasuredCosts, Profile, ProfileSource, load_profile
 from slipstream.errors import SlipstreamError
-from slipstream.model.adapters import ALL_WEIGHTS, Adapter, TrainedWeights, find_frozen
+from slipstream.model import ALL_WEIGHTS, Adapter, TrainedWeights, find_frozen
 from slipstream.model.loading import meta_model
 from slipstream.pipeline.tuning import start_plan
 from slipstream.pipeline.tuning.row_plan import RowProblem, find_row_plan, microbatch_bytes

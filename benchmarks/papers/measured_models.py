@@ -33,7 +33,8 @@ def counted(
     from peft import LoraConfig
     from transformers import GPT2Config, LlamaConfig, NemotronConfig
 
-    from slipstream.model.adapters import Adapter, TrainedWeights
+    from slipstream.model.adapters import Adapter
+    from slipstream.model.trained_weights import TrainedWeights
     from slipstream.profile import count_model
 
     config: Any

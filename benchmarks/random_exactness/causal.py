@@ -31,7 +31,7 @@ from benchmarks.zoo.trial import unsplit_model
 from benchmarks.zoo.variants import combined
 from slipstream import Pipeline, make_mesh
 from slipstream.model import causal_cross_entropy, find_anatomy
-from slipstream.model.adapters import quiet_peft
+from slipstream.model.added_adapter import quiet_peft
 from slipstream.model.anatomy import expert_modules
 from slipstream.model.hooks import kept_frequencies
 

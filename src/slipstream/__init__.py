@@ -15,12 +15,10 @@ if TYPE_CHECKING:
     from slipstream.cost import load_cluster, load_profile
     from slipstream.errors import SlipstreamError
     from slipstream.extras.encoders import sequence_of
-    from slipstream.model.config import trust_remote_code
-    from slipstream.model.self_check import check_sliceable
+    from slipstream.model import check_sliceable, trust_remote_code
     from slipstream.options import Layers, Memory, Parallelism, Precision, Runtime
     from slipstream.parallel import ParameterShare, RankGroup, make_mesh
-    from slipstream.pipeline.pipeline import Pipeline
-    from slipstream.pipeline.pipeline_options import SequenceLoss
+    from slipstream.pipeline import Pipeline, SequenceLoss
     from slipstream.planner import Plan
     from slipstream.planner.order.order_search import find_order, step_lower_bound
     from slipstream.planner.partition import partition_layers

@@ -21,7 +21,7 @@ from pydantic_core import PydanticCustomError
 
 from slipstream.errors import SlipstreamError
 from slipstream.number_format import FORMATS
-from slipstream.option_problems import as_whole_number, describe_problems, refuses_bool
+from slipstream.option_errors import as_whole_number, describe_problems, refuses_bool
 
 if TYPE_CHECKING:
     from pydantic._internal._model_construction import ModelMetaclass

@@ -23,9 +23,10 @@ from typer.main import get_command
 import slipstream
 from slipstream.cli import app
 from slipstream.errors import SlipstreamError
-from slipstream.option_problems import records_in
+from slipstream.option_errors import records_in
 from slipstream.train.config import Config
-from slipstream.train.config.run_config import MESH_SETTINGS, check_names, set_override
+from slipstream.train.config.mesh_settings import MESH_SETTINGS
+from slipstream.train.config.overrides import check_names, set_override
 from slipstream.train.metrics.records import NAMES
 from support.forked import slipstream_command
 from support.paths import ROOT
@@ -59,7 +60,7 @@ SAID_BY = {
     "cost/fit.py": ["profile"],
     "cost/profile.py": ["profile", "plan"],
     "extras/doctor/": ["doctor"],
-    "extras/init/": ["init"],
+    "extras/first_config/": ["init"],
     "extras/run_page/": ["runs"],
     "launch/profile_ranks.py": ["profile"],
     "model/": ["train", "check", "plan", "profile"],

@@ -20,11 +20,12 @@ from typer.testing import CliRunner, Result
 from slipstream.cli import app
 from slipstream.cost import SHIPPED, load_cluster
 from slipstream.errors import SlipstreamError
-from slipstream.extras.init.choices import choose_length, choose_pipeline, dtype_here, this_machine
-from slipstream.extras.init.data import DataSizes, choose_data
+from slipstream.extras.first_config.choices import choose_length, choose_pipeline, dtype_here, this_machine
+from slipstream.extras.first_config.data import DataSizes, choose_data
 from slipstream.launch import Progress
 from slipstream.train.config import load_config
-from slipstream.train.config.run_config import SMALLEST, parse_config
+from slipstream.train.config.config_values import parse_config
+from slipstream.train.config.overrides import SMALLEST
 from slipstream.train.data.tokenised_text import train_tokenizer
 from support.forked import COMMAND, launch
 from support.tiny_training import metrics_of
@@ -166,7 +167,7 @@ def test_epochs_take_the_place_of_steps(place: Path) -> None:
 def test_pairs_train_an_adapter_where_the_weights_leave_no_room(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = this_machine()
     small = replace(machine, device=replace(machine.device, memory=1000.0))
-    monkeypatch.setattr("slipstream.extras.init.written_config.this_machine", lambda: small)
+    monkeypatch.setattr("slipstream.extras.first_config.written_config.this_machine", lambda: small)
     pair = {"prompt": "owl: ", "chosen": "owl", "rejected": "OWL!"}
     Path("pairs.jsonl").write_text(f"{json.dumps(pair)}\n" * 100)
     text = written("model", "pairs.jsonl", "--overwrite", "--pipeline.num_ranks=2")

@@ -18,7 +18,7 @@ from tools import cli_page, configuration_page, walks
 
 import slipstream
 from benchmarks import records, zero3_page
-from slipstream.option_problems import records_in
+from slipstream.option_errors import records_in
 from slipstream.schedule import SCHEDULES
 from slipstream.train.config import Config
 from support.changes import page as own_models

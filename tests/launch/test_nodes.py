@@ -33,7 +33,7 @@ from slipstream.launch.rendezvous import (
 )
 from slipstream.network_interfaces import find_address, find_interface
 from slipstream.train.config import load_config
-from slipstream.train.preflight import load_model_config
+from slipstream.train.model_files import load_model_config
 from slipstream.train.preflight.model_checks import check_layers
 from support.forked import COMMAND, launch
 from support.parameters import first_of

@@ -26,7 +26,7 @@ MOMENTS = {
     "before it is watched": ("slipstream.launch.stop_request", "start_watch", 1, 1),
     "making the process group": ("torch.distributed", "init_process_group", 1, 1),
     "making another group": ("torch.distributed", "new_group", 1, 1),
-    "preparing inputs": ("slipstream.train.preflight.all_checks", "save_texts", 1, 0),
+    "preparing inputs": ("slipstream.train.preflight.run_inputs", "save_texts", 1, 0),
     "waiting for inputs": (RANK, "_appears", 1, 1),
     "checking the model": ("slipstream.train.preflight.all_checks", "check_model", 1, 0),
     "the first step": (TRAINER, "train_step", 1, 1),

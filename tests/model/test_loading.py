@@ -27,7 +27,7 @@ from slipstream.model import (
     random_model,
     whole_pretrained_model,
 )
-from slipstream.model.adapters import add_adapter, quiet_peft
+from slipstream.model.added_adapter import add_adapter, quiet_peft
 from support.adapters import lora
 from support.architectures import ARCHITECTURES, build, llama
 from support.forked import run_alone

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from slipstream import Memory, Op, Pipeline, Precision, Schedule
-from slipstream.model.adapters import quiet_peft
+from slipstream.model.added_adapter import quiet_peft
 from support.adapters import PREFIX, SLICES, adapted, lora, pipe_error, whole_gradients
 from support.architectures import (
     ARCHITECTURES,

@@ -24,7 +24,7 @@ from transformers.masking_utils import sdpa_mask
 
 from slipstream import Pipeline, Precision, SlipstreamError
 from slipstream.model import causal_cross_entropy
-from slipstream.model.given_model import compare_with_config
+from slipstream.model.user_changes import compare_with_config
 from support.architectures import ARCHITECTURES, llama, no_rounding_inside, tokens
 from support.exact_steps import exact_pipe
 from support.refusals import refused

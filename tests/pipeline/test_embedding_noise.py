@@ -15,7 +15,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.keyed_draws import keyed_seed
 from slipstream.model.causal_lm_stage import _drawn
 from slipstream.model.hooks.token_slice import TokenSlice
-from slipstream.train.config.run_config import parse_config
+from slipstream.train.config.config_values import parse_config
 from support.architectures import BOUND, gradient_error, gradients, no_rounding_inside
 from support.tiny_training import tiny_llama
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from slipstream import Op, Pipeline
 from slipstream.model import meta_model
-from slipstream.model.adapters import find_frozen, freeze, trained_text
+from slipstream.model.trained_weights import find_frozen, freeze, trained_text
 from support.adapters import SLICES, pipe_error
 from support.architectures import (
     ARCHITECTURES,

@@ -13,8 +13,8 @@ from torch.optim import lr_scheduler
 
 from slipstream import Pipeline
 from slipstream.checkpoint import CheckpointFolder
+from slipstream.checkpoint.encoded_values import decode, encode
 from slipstream.errors import NonFiniteError, SlipstreamError
-from slipstream.pipeline.saving import decode, encode
 from support.adapters import adapted, lora
 from support.architectures import labels_of, llama, tokens, with_dropout
 from support.parameters import first_of

@@ -16,9 +16,10 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from slipstream import Pipeline, SlipstreamError, number_format
 from slipstream.model import ModelEnd, find_anatomy, meta_model
-from slipstream.model.adapters import Adapter, TrainedWeights
+from slipstream.model.adapters import Adapter
 from slipstream.model.quantised import QuantisedLinear
-from slipstream.pipeline.weights import pretrained_source
+from slipstream.model.trained_weights import TrainedWeights
+from slipstream.pipeline.weight_source import pretrained_source
 from slipstream.profile import count_model
 from support.adapters import PREFIX, SLICES, lora, pipe_error, whole_gradients
 from support.architectures import ARCHITECTURES, BOUND, build, tokens

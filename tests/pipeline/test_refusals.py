@@ -16,7 +16,7 @@ from slipstream import Pipeline, Precision, SlipstreamError, gpipe, make_schedul
 from slipstream.model import causal_cross_entropy
 from slipstream.planner.ragged import StepPlan
 from slipstream.schedule import add_communication, add_recompute
-from slipstream.train.config.run_config import dump_config, parse_config
+from slipstream.train.config.config_values import dump_config, parse_config
 from support.architectures import ARCHITECTURES, LENGTH, VOCABULARY, build, llama
 from support.options import RECORDS
 from support.pipelines import make_pipe

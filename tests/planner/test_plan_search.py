@@ -14,7 +14,8 @@ import torch
 from slipstream.cost import AnalyticSource, Degrees, ModelCount, StageParts
 from slipstream.cost.cluster import load_cluster
 from slipstream.errors import SlipstreamError
-from slipstream.model.adapters import Adapter, TrainedWeights
+from slipstream.model.adapters import Adapter
+from slipstream.model.trained_weights import TrainedWeights
 from slipstream.number_format import NF4
 from slipstream.planner.plans import AUTO, Configuration, Plan
 from slipstream.planner.report import configuration_text, reasons

@@ -9,7 +9,7 @@ import peft
 import torch
 from torch import Tensor
 
-from slipstream.model.adapters import quiet_peft
+from slipstream.model.added_adapter import quiet_peft
 from support.architectures import (
     ARCHITECTURES,
     build,

@@ -15,12 +15,13 @@ from slipstream import Pipeline, Precision, Runtime
 from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress
 from slipstream.model import set_vocab_size, whole_pretrained_model
-from slipstream.pipeline.weights import pretrained_source
+from slipstream.pipeline.weight_source import pretrained_source
 from slipstream.train.comparison import UnslicedModel
-from slipstream.train.config.run_config import parse_config
-from slipstream.train.configured_pipeline import make_pipeline
+from slipstream.train.config.config_values import parse_config
+from slipstream.train.configured_pipeline import RunModel, make_pipeline, source_of
 from slipstream.train.data import train_tokenizer
 from slipstream.train.data.chat_templates import NAMED_TEMPLATES, ChatTemplate, with_special_tokens
+from slipstream.train.model_files import ModelFiles
 from slipstream.train.preflight import preflight
 from slipstream.train.preflight.model_checks import check_new_rows
 from slipstream.train.preflight.text_preparation import add_vocabulary
@@ -161,9 +162,10 @@ def test_tokens_in_padded_rows_begin_as_the_mean_of_those_that_the_tokenizer_has
     config = settings(tmp_path, data={"dataset": str(tmp_path / "rows.jsonl"), "chat_template": "chatml",
         "special_tokens": special[2:]}, runtime={"self_check": False})  # fmt: skip
     preflight(config, Progress(None)).write()
+    cpu, read = torch.device("cpu"), RunModel.read(config)
     made = (
-        make_pipeline(config, torch.device("cpu")).state_dict(),
-        UnslicedModel(config, torch.device("cpu")).model.state_dict(),
+        make_pipeline(config, cpu, source_of(config, read)).state_dict(),
+        UnslicedModel(config, cpu, read).model.state_dict(),
     )
     for model in made:
         for name in {"model.embed_tokens.weight", "lm_head.weight"} & model.keys():
@@ -209,13 +211,13 @@ def test_tokens_in_padded_rows_that_would_stay_as_they_are_are_refused(
         data = data | {"tokenizer": str(tmp_path / data["tokenizer"])}
     model = {"path": str(tmp_path / "model")} | ({"freeze": more.pop("freeze")} if "freeze" in more else {})
     config = settings(tmp_path, model=model, data={"dataset": "rows.jsonl"} | data, **more)
-    model_config = LlamaConfig.from_pretrained(tmp_path / "model")
+    files = ModelFiles(config, LlamaConfig.from_pretrained(tmp_path / "model"))
     if not words:
-        add_vocabulary(config, model_config, Progress(None))
-        assert model_config.vocab_size == 320
+        add_vocabulary(config, files, Progress(None))
+        assert files.config.vocab_size == 320
         return
     with pytest.raises(SlipstreamError, match=words):
-        add_vocabulary(config, model_config, Progress(None))
+        add_vocabulary(config, files, Progress(None))
 
 
 def test_an_adapter_trains_new_rows_where_it_has_copies_of_their_matrices(folder: Path) -> None:

@@ -23,8 +23,10 @@ from slipstream.options import Memory
 from slipstream.train.config import Config, ParallelSection, TrainingSection, parse_config
 from slipstream.train.data import TokenisedText, sequences_of
 from slipstream.train.elastic_mesh import mesh_of_processes, with_mesh_of
-from slipstream.train.preflight import load_model_config, simulated_ratio
-from slipstream.train.preflight.all_checks import check_optimizer, check_smaller_meshes
+from slipstream.train.model_files import load_model_config
+from slipstream.train.preflight import simulated_ratio
+from slipstream.train.preflight.optimizer_check import check_optimizer
+from slipstream.train.preflight.smaller_meshes import check_smaller_meshes
 from slipstream.train.run_folder import RunFolder
 from slipstream.train.training_rank import mesh_of_those_there
 from support.forked import ForkedProgram

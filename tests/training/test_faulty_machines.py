@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from slipstream.extras.run_page import write_run_page
 from slipstream.planner.joint import JointPlan
 from slipstream.schedule import make_schedule
-from slipstream.train.config.run_config import parse_config
+from slipstream.train.config.config_values import parse_config
 from slipstream.train.corruption import find_differences, fingerprint, lone_places
 from slipstream.train.metrics.reporter import cut_advice
 from support.forked import COMMAND, launch, run_alone

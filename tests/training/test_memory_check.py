@@ -10,7 +10,7 @@ from transformers import LlamaConfig, Qwen3MoeConfig
 
 from slipstream import SlipstreamError
 from slipstream.model import meta_model
-from slipstream.train.config.run_config import parse_config
+from slipstream.train.config.config_values import parse_config
 from slipstream.train.preflight import less_memory, memory_account
 from slipstream.train.preflight.memory_check import check_memory
 

@@ -21,6 +21,7 @@ from slipstream.profile.cost_cache import CostCache
 from slipstream.train.config import Config, load_config
 from slipstream.train.mesh_choice import PlannedMesh, mesh_table, preferred
 from slipstream.train.preflight import possible_meshes
+from support.readings import counts
 from support.tiny_training import TEXT, run_training, steps_of, tiny_llama
 
 SETTINGS: dict[str, Any] = {
@@ -146,6 +147,20 @@ def test_the_faster_mesh_runs_and_stands_in_the_plan(kept: tuple[Path, CostCache
     again = train(folder, "replicas", "--pp=auto", "--dp=auto", "--checkpoint.resume=latest", "--training.steps=3")
     assert "planning --pp" not in again.stdout
     assert [line["step"] for line in steps_of(folder / "replicas")] == [1, 2, 3]
+
+
+@pytest.mark.more
+def test_all_meshes_that_are_compared_have_one_family_and_the_data_once(kept: tuple[Path, CostCache, Profile]) -> None:
+    """And so does the training after that."""
+    folder, cache, profile = kept
+    cache.keep(profile, print)
+    given = (f"--data.files=[{folder / 'text.txt'}]", "--training.batch_size=2", f"--training.output={folder / 'once'}")
+    _, *ranks = counts(folder, "train", folder / "config.yaml", "--pp=auto", "--dp=auto", *given)
+    assert len(yaml.safe_load((folder / "once" / "plan.yaml").read_text())["plan"]["predicted"]["meshes"]) == 2
+    assert len(ranks) == 2
+    for rank in ranks:
+        made = {name: count for name, count in rank.items() if "/" not in name}
+        assert made == {"CausalLMFamily": 1, "PackedSequences": 1}
 
 
 @pytest.mark.grid

@@ -21,8 +21,8 @@ from slipstream.launch import Progress
 from slipstream.pipeline.saving import describe_model
 from slipstream.schedule import add_communication, gpipe
 from slipstream.terminal import make_console
-from slipstream.train.config.run_config import dump_config, parse_config
-from slipstream.train.configured_pipeline import make_pipeline
+from slipstream.train.config.config_values import dump_config, parse_config
+from slipstream.train.configured_pipeline import RunModel, make_pipeline, source_of
 from slipstream.train.data import load_texts, sequences_of, train_tokenizer
 from slipstream.train.preflight import preflight
 from slipstream.train.run_folder import RunFolder
@@ -181,7 +181,7 @@ def test_a_good_run_prepares_and_writes_what_ranks_need(values: dict[str, Any], 
     assert not config.training.output.exists()
     assert inputs.text.train[0].num_documents == 3
     assert inputs.text.validation[0].num_documents == 1
-    assert inputs.model_config.eos_token_id == inputs.text.tokenizer.eos_token_id
+    assert inputs.model.config.eos_token_id == inputs.text.tokenizer.eos_token_id
     output = RunFolder(config.training.output)
     inputs.write()
     assert {path.name for path in output.inputs.iterdir()} >= {
@@ -230,7 +230,7 @@ def test_the_pipeline_is_told_to_shard_its_parameters(values: dict[str, Any]) ->
     model = {key: value for key, value in LLAMA.items() if key != "model_type"}
     LlamaConfig(**model, tie_word_embeddings=True).save_pretrained(RunFolder(config.training.output).inputs)
     with pytest.raises(SlipstreamError, match=r"shard='parameters' with lm_head\.weight tied"):
-        make_pipeline(config, torch.device("cpu"))
+        make_pipeline(config, torch.device("cpu"), source_of(config, RunModel.read(config)))
 
 
 OWN = [

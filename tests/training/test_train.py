@@ -335,7 +335,7 @@ def wait_for_steps(output: RunFolder, number: int) -> None:
 @pytest.mark.more
 def test_a_run_that_is_killed_while_it_starts_can_be_resumed(config: Path, output: RunFolder) -> None:
     settings = ["--training.steps=2", "--checkpoint.every=1", "--checkpoint.resume=latest", "--training.eval_every=0"]
-    moment = ["launcher", "slipstream.train.preflight.all_checks", "save_texts", "2"]
+    moment = ["launcher", "slipstream.train.preflight.run_inputs", "save_texts", "2"]
     killed = ForkedProgram(config.parent, WORKERS / "training/killed_at.py", *moment, "train", config, *settings)
     killed.communicate()
     assert killed.returncode == -signal.SIGKILL

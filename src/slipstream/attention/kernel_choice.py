@@ -18,11 +18,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from slipstream.atomic_files import cache_folder, keep_measured, read_kept
 from slipstream.attention.backend import QueryState
 from slipstream.attention.kernel_passes import add_gradients
 from slipstream.attention.kernels import CudnnKernel, FlashKernel, FusedKernel, HeadsApart, package_kernels
 from slipstream.attention.masks import RegularMask
-from slipstream.kept_files import cache_folder, keep_measured, read_kept
 
 _log = logging.getLogger(__name__)
 _ROUNDED = 64  # cuDNN makes a plan of some 50 ms for every new shape: only for lengths that are chosen, and so repeat

@@ -24,7 +24,7 @@ _INTERRUPTED = 130  # typer's exit code, silently, after Ctrl-C
 app = typer.Typer(
     help="Pipeline-parallel training of causal language models with token slices.",
     no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"]},  # of every command
+    context_settings={"help_option_names": ["-h", "--help"]},  # the settings of every command
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )

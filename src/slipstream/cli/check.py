@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Argument, Exit
 
 from slipstream.cli.options import TrustRemoteCode
-from slipstream.foreign_text import parse_yaml, read_text
 from slipstream.terminal import print_table, spinner
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from slipstream.planning.described_model import DescribedModel
     from slipstream.planning.model_report import ModelReport
 
 
@@ -35,49 +35,69 @@ def check(
     names no tokenizer that can be used.
     """
     with spinner("running a toy of the architecture"):
+        from slipstream.planning.described_model import DescribedModel
         from slipstream.planning.model_report import report_on
-        from slipstream.planning.plan_model import model_config
 
-        report = report_on(model_config(model, trusts_code=remote_code))
+        described = DescribedModel(model, trusts_code=remote_code)
+        report = report_on(described.config)
     if report.kinds:
         print_table(_layers(report))
-    file = Path(model)
-    settings = parse_yaml(read_text(file)) or {} if file.suffix in (".yaml", ".yml") else {}
-    is_run = "data" in settings
-    preference = settings.get("preference")
+    preference = described.settings.get("preference")
     if isinstance(preference, dict) and not preference.get("dropout"):
         report = replace(report, dropout=())
     facts = _facts(report)
-    with spinner("reading the tokenizer"):
-        tokenizer, has_one = _tokenizer(model, is_run, remote_code)
-    if tokenizer:
-        facts.add_row("tokenizer", tokenizer)
-    with spinner("reading conversations"):
-        for problem in _turns(file) if is_run and has_one else ():
-            facts.add_row("turns", problem)
+    rows, is_ready = _run_rows(model, described) if described.is_run else _tokenizer_rows(model, remote_code)
+    for name, text in rows:
+        facts.add_row(name, text)
     print_table(facts)
-    if report.refusal or (is_run and not has_one):
+    if report.refusal or not is_ready:
         raise Exit(1)
 
 
-def _tokenizer(model: str, is_run: bool, trusts_code: bool) -> tuple[str, bool]:
-    """Returns a line on the tokenizer, and whether it can be used."""
+_Rows = list[tuple[str, str]]
+
+
+def _tokenizer_rows(model: str, trusts_code: bool) -> tuple[_Rows, bool]:
+    """Returns a row on the tokenizer in a model's folder, and that a model by itself needs none."""
+    from slipstream.errors import SlipstreamError
+    from slipstream.train.data import load_tokenizer
+
+    if Path(model).is_file():
+        return [], True
+    try:
+        with spinner("reading the tokenizer"):
+            return [("tokenizer", f"{len(load_tokenizer(model, trusts_code)):,} tokens")], True
+    except SlipstreamError as error:
+        return [("tokenizer", str(error))], True
+
+
+def _run_rows(file: str, described: DescribedModel) -> tuple[_Rows, bool]:
+    """Returns rows on the tokenizer and the conversations of a training, and whether it has a tokenizer to use."""
     from slipstream.errors import SlipstreamError
     from slipstream.train.config import load_config
-    from slipstream.train.data import load_tokenizer
-    from slipstream.train.preflight import named_tokenizer
+    from slipstream.train.model_files import ModelFiles
+    from slipstream.train.preflight import check_turns
 
-    if not is_run and Path(model).is_file():
-        return "", False
     try:
-        config = load_config(Path(model)) if is_run else None
-    except SlipstreamError:  # which the turns' row says
-        return "", True
-    try:
-        tokenizer = load_tokenizer(model, trusts_code) if config is None else named_tokenizer(config)
+        config = load_config(Path(file))
     except SlipstreamError as error:
-        return str(error), False
-    return "trained on the text" if tokenizer is None else f"{len(tokenizer):,} tokens", True
+        return [("turns", f"not checked: {error}")], True
+    files = ModelFiles(config, described.config)
+    try:
+        with spinner("reading the tokenizer"):
+            tokenizer = files.tokenizer
+    except SlipstreamError as error:
+        return [("tokenizer", str(error))], False
+    rows = [("tokenizer", "trained on the text" if tokenizer is None else f"{len(tokenizer):,} tokens")]
+    try:
+        with spinner("reading conversations"):
+            problems = check_turns(config, files)
+    except SlipstreamError as error:
+        return [*rows, ("turns", f"not checked: {error}")], True
+    if problems is not None:
+        problems = problems or ["those that count have an end, and none has an empty <think> block"]
+        rows += [("turns", problem) for problem in problems]
+    return rows, True
 
 
 def _layers(report: ModelReport) -> Table:
@@ -149,21 +169,6 @@ def _rows(report: ModelReport) -> Iterator[tuple[str, str]]:
         )
     if report.refusal:
         yield "token slices", f"refused: {report.refusal}"
-
-
-def _turns(file: Path) -> list[str]:
-    """Returns the warnings about the conversations of a training configuration."""
-    from slipstream.errors import SlipstreamError
-    from slipstream.train.config import load_config
-    from slipstream.train.preflight import check_turns
-
-    try:
-        problems = check_turns(load_config(file))
-    except SlipstreamError as error:
-        return [f"not checked: {error}"]
-    if problems is None:
-        return []
-    return problems or ["those that count have an end, and none has an empty <think> block"]
 
 
 def _stages(report: ModelReport) -> str:

@@ -36,7 +36,8 @@ def doctor(
     """
     from slipstream.extras.doctor import examine
 
-    is_first = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"  # of ranks that share a terminal
+    # Of ranks that share a terminal the first one speaks.
+    is_first = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
     with spinner("checking this machine") if is_first else nullcontext(lambda _text: None) as change:
         examination = examine(folder, timeout, lambda topic: change(f"checking the {topic}"))
     print_findings(examination, as_json) if examination.rank == 0 else complain(examination)

@@ -32,7 +32,8 @@ def export(
     from slipstream.launch import Progress
     from slipstream.train.export import check_export_folder, choose_checkpoint, export_checkpoint
 
-    progress, chosen = Progress(make_console()), choose_checkpoint(checkpoint, step, best)
+    progress = Progress(make_console())
+    chosen = choose_checkpoint(checkpoint, step, best)
     check_export_folder(output, chosen.run)
     with progress.waiting("reading the checkpoint"):
         saved = chosen.read(progress.warn)

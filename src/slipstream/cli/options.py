@@ -74,7 +74,8 @@ def with_output_options(command: Callable[..., None]) -> Callable[..., None]:
         parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind))
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    run.__name__ = command.__name__
+    run.__doc__ = command.__doc__
     return run
 
 
@@ -89,7 +90,9 @@ class CommandWithSettings(TyperCommand):
     def parse_args(self, ctx: Context, args: list[str]) -> list[str]:  # type: ignore[override]
         """Takes the settings out of the typed words, and leaves the rest to the command's own options."""
         options = {name for parameter in self.get_params(ctx) for name in (*parameter.opts, *parameter.secondary_opts)}
-        rest, settings, typed = [], [], list(args)
+        rest = []
+        settings = []
+        typed = list(args)
         while typed:
             word = typed.pop(0)
             name, equals, _ = word.partition("=")

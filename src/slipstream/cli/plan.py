@@ -124,7 +124,7 @@ def _launcher(plan: Plan, cluster: str | None) -> str:
 
 
 def num_steps(plan: Plan, tokens: float) -> int:
-    """Returns the steps in which a plan trains on at least so many tokens."""
+    """Returns the number of steps in which a plan trains on these tokens, the last step being whole."""
     return ceil(tokens / (plan.global_batch * plan.seq_len))
 
 
@@ -132,7 +132,7 @@ def training_lines(plan: Plan, tokens: float | None, price: float | None) -> lis
     """Returns the time of training by a plan on some tokens, and its price at some dollars for a device and hour."""
     from slipstream.units import long_duration_text, plural
 
-    hours = plan.best.step_seconds * plan.num_devices / 3600  # of devices, for a step
+    hours = plan.best.step_seconds * plan.num_devices / 3600  # device hours of a step
     lines = []
     if tokens is not None:
         steps = num_steps(plan, tokens)
@@ -154,18 +154,18 @@ def _run(model: str, cluster: str | None, output: Path, report: Path | None, ove
     if report is not None:
         check_new_file(report, "--report", overwrite)
     with spinner("counting the model's operations") as change:
-        from slipstream.planning.plan_model import lora_section, model_section
+        from slipstream.planning.described_model import DescribedModel
         from slipstream.planning.plan_model import plan as find_plan
 
         def show(what: str, done: int, total: int) -> None:
             change(f"{what}: {done:,}" + (f" of at most {total:,}" if total else ""))
 
-        adapter = lora_section(model)
-        if adapter is not None:
-            settings |= _adapter_settings(adapter, model_section(model))
-        best_plan = find_plan(model, cluster, progress=show, **settings)
+        described = DescribedModel(model)
+        if described.lora is not None:
+            settings |= _adapter_settings(described.lora, described.section)
+        best_plan = find_plan(described, cluster, progress=show, **settings)
     _print(best_plan)
-    write_plan_file(best_plan, model_section(model), output, adapter)
+    write_plan_file(best_plan, described.section, output, described.lora)
     if report is not None:
         from slipstream.planner.report import write_report
 
@@ -177,7 +177,7 @@ def _adapter_settings(section: dict[str, Any], model: dict[str, Any]) -> dict[st
     """Returns the adapter of a training configuration as arguments of `slipstream.plan`."""
     from pydantic import ValidationError
 
-    from slipstream.option_problems import describe_problems
+    from slipstream.option_errors import describe_problems
     from slipstream.train.config import LoraSection
 
     try:

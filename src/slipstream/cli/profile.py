@@ -50,16 +50,18 @@ def profile(
     from slipstream.launch.profile_ranks import measure_profile
     from slipstream.profile import ProfileSettings
     from slipstream.train.config import ModelSection, ParallelSection, load_config
-    from slipstream.train.preflight import load_model_config
+    from slipstream.train.model_files import load_model_config
 
     if device not in ("auto", "cpu", "cuda"):
         raise SlipstreamError(f"--device={device!r} isn't known; choose auto, cpu or cuda")
     if not output.parent.is_dir():
         raise SlipstreamError(f"--output={output}: there is no folder {output.parent}; make it first")
-    section, shared = ModelSection(path=model), ParallelSection()
+    section = ModelSection(path=model)
+    shared = ParallelSection()
     if model.endswith((".yaml", ".yml")):
         config = load_config(Path(model))
-        section, seq_len = config.model, seq_len or config.training.seq_len
+        section = config.model
+        seq_len = seq_len or config.training.seq_len
         shared = config.parallel
     sizes = {"tensor": tp, "context": cp, "experts": ep}
     shared = shared.model_copy(update={name: size for name, size in sizes.items() if size is not None})

@@ -213,7 +213,8 @@ def _costs_of(
                 "--profile has the costs of one model here: leave out --model, --cluster, --num-nodes and --dtype"
             )
         measured = load_profile(profile)
-        source, total = ProfileSource(measured, measured.hardware.processes), seq_len or sum(tokens) or measured.seq_len
+        source = ProfileSource(measured, measured.hardware.processes)
+        total = seq_len or sum(tokens) or measured.seq_len
     else:
         from slipstream.planning.plan_model import choose_costs
 
@@ -264,7 +265,8 @@ def _schedule_costs(
 
 def _known(source: CostSource, tensor_parallel: int | None, microbatch_size: int | None) -> tuple[int, int]:
     """Returns the degree and the number of sequences, both of which the source has costs of."""
-    degrees, sizes = source.tensor_parallel_degrees, source.microbatch_sizes
+    degrees = source.tensor_parallel_degrees
+    sizes = source.microbatch_sizes
     if tensor_parallel is not None and tensor_parallel not in degrees:
         raise SlipstreamError(
             f"tensor_parallel={tensor_parallel} can't be predicted for {source.hardware}: choose one of "

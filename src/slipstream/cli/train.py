@@ -14,7 +14,7 @@ from slipstream.cli.options import Overwrite, TrustRemoteCode, check_new_file
 from slipstream.errors import NOTHING_TO_SAVE, STOP_SIGNALS, SlipstreamError, StoppedRunError
 from slipstream.terminal import fail, make_console, outlast_readers, shows
 
-_LEAST_FILES, _ENOUGH_FILES = 256, 4096  # and connections: some for each rank and group
+_LEAST_FILES, _ENOUGH_FILES = 256, 4096  # open files and connections, some for each rank and group
 
 
 def allow_open_files() -> None:
@@ -61,7 +61,8 @@ def train(
     handlers = {number: signal.signal(number, _end_before_the_run) for number in STOP_SIGNALS}
     try:
         if shows("info") and os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
-            print("importing torch and transformers", flush=True)  # which takes seconds, and minutes on a busy disk
+            # Importing them takes seconds, and minutes on a busy disk.
+            print("importing torch and transformers", flush=True)
         from slipstream.train.start_training import start_training
 
         start_training(settings)
@@ -94,7 +95,7 @@ def init(
     from slipstream.train.config import read_settings
 
     chosen = read_settings([*context.args, *(["model.trust_remote_code=true"] if remote_code else [])])
-    from slipstream.extras.init import write_config
+    from slipstream.extras.first_config import write_config
     from slipstream.launch import Progress
 
     progress = Progress(make_console())

@@ -27,12 +27,16 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_outputs import BaseModelOutput
 
 from slipstream.errors import SlipstreamError
-from slipstream.model.attached_code import copy_with_shared_weights
-from slipstream.model.cutting import Placeholder
-from slipstream.model.given_model import Change, find_changes
-from slipstream.model.hooks.crossing_tensors import Arguments, first_output, hidden_states
-from slipstream.model.tensors import has_parameters
-from slipstream.model.toy import quiet_transformers, toy_config
+from slipstream.model import (
+    Change,
+    Placeholder,
+    copy_with_shared_weights,
+    find_changes,
+    has_parameters,
+    quiet_transformers,
+    toy_config,
+)
+from slipstream.model.hooks import Arguments, first_output, hidden_states
 
 PipelinePlan = Mapping[str, Any]  # as base_model_pp_plan: module -> (inputs, outputs), in the order they run
 _TOY_LENGTH = 12  # tokens

@@ -21,8 +21,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from slipstream.atomic_files import replaced_file
 from slipstream.errors import NonFiniteError, RankFailedError, SlipstreamError, StoppedRunError
-from slipstream.kept_files import replaced_file
 from slipstream.launch.forked_ranks import ForkedRank, ForkServer
 from slipstream.launch.stop_request import STOP_SIGNALS, RequestCount, kept_hub
 from slipstream.network_interfaces import interface_problems

@@ -31,26 +31,36 @@ _READ_BY_ALL = ("model_type", "torch_dtype", "attn_implementation", "auto_map") 
 _CLASSES = ("AutoConfig", "AutoModelForCausalLM")
 
 
-def load_config(path: str) -> PretrainedConfig:
-    """Returns the config of a model folder or hub name, untied where the folder has a head that isn't the embedding.
+def load_config(path: str, compares_ends: bool = True) -> PretrainedConfig:
+    """Returns the config of a model folder or hub name, untied where the folder has a head that isn't the embedding,
+    unless somebody who has compared them says it.
 
     Raises SlipstreamError where there is none, and where the model comes with code of its own that isn't trusted.
+    """
+    check_not_misspelt(f"no model at {path!r}", path)
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)  # None would ask on the terminal
+        return _tied_as_saved(Path(path), config) if compares_ends else config
+    except Exception as error:  # each architecture checks its settings in its own way
+        raise _refusal(path, error) from error
+
+
+def _refusal(path: str, error: Exception) -> SlipstreamError:
+    """Returns why a model's config can't be made, as its config.json says, or else the error of making it.
+
+    Raises SlipstreamError where there is no config.json that can be read.
     """
     settings = _settings(path)
     code = _custom_code(settings)
     if code and settings.get("model_type") not in CONFIG_MAPPING:
-        raise SlipstreamError(
+        return SlipstreamError(
             f"{path!r} comes with Python code of its own ({', '.join(code)}), which transformers would run to make the "
             "model. That code can do whatever you can on this machine and on every rank: read it first. To allow it, "
             "set model.trust_remote_code: true in a training configuration, give --trust-remote-code to check, init, "
             "export, eval or generate, or "
             f"call slipstream.trust_remote_code({path!r}) in your own loop."
         )
-    try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)  # None would ask on the terminal
-        return _tied_as_saved(Path(path), config)
-    except Exception as error:  # each architecture checks its settings in its own way
-        raise SlipstreamError(f"{path!r} isn't a model that transformers knows. {in_a_line(error)}") from error
+    return SlipstreamError(f"{path!r} isn't a model that transformers knows. {in_a_line(error)}")
 
 
 def _tied_as_saved(folder: Path, config: PretrainedConfig) -> PretrainedConfig:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from slipstream.errors import SlipstreamError
-from slipstream.model.adapters import is_wrapper, own_module
+from slipstream.model.adapted_modules import is_wrapper, own_module
 from slipstream.model.anatomy import LayerPart, ModelAnatomy, check_shared_weights
 from slipstream.model.layer_range import HalfLayer, LayerHalf, ModelEnd, StagePart
 from slipstream.model.tensors import has_parameters

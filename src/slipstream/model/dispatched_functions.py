@@ -9,7 +9,7 @@ every other sign.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -86,15 +86,12 @@ def dispatched_by(model: PreTrainedModel) -> DispatchedFunctions:
             "which slices are compared. Register it under another name, and give the model that as attn_implementation."
         )
     files = {sys.modules.get(type(module).__module__) for module in model.modules()}
-    own = [getattr(file, "ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS) for file in files]  # a file may have one
-    attends_by, computes_by = (
-        dict.fromkeys(str(name) for config in _configs(model) if (name := getattr(config, setting, None)))
-        for setting in ("_attn_implementation", "_experts_implementation")
-    )
+    # A file of a model's own may have a registry of its own.
+    own = [getattr(file, "ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS) for file in files]
     attention = next(
         (
             DispatchedFunction("attn_implementation", name, kind)
-            for name in attends_by
+            for name in _names(model, "_attn_implementation")
             for kind, registries in (
                 (AttentionInterface.__name__, own),
                 (AttentionMaskInterface.__name__, [ALL_MASK_ATTENTION_FUNCTIONS]),
@@ -106,12 +103,17 @@ def dispatched_by(model: PreTrainedModel) -> DispatchedFunctions:
     experts = next(
         (
             DispatchedFunction("experts_implementation", name, ExpertsInterface.__name__)
-            for name in computes_by
+            for name in _names(model, "_experts_implementation")
             if _is_users(ALL_EXPERTS_FUNCTIONS.get(name, None))
         ),
         None,
     )
     return DispatchedFunctions(attention, experts, _loss_of(model))
+
+
+def _names(model: PreTrainedModel, setting: str) -> Iterable[str]:
+    """Returns the names that a setting has in the configurations of a model and its modules, each once."""
+    return dict.fromkeys(str(name) for config in _configs(model) if (name := getattr(config, setting, None)))
 
 
 def _configs(model: PreTrainedModel) -> Iterator[PretrainedConfig]:
@@ -126,12 +128,14 @@ def _configs(model: PreTrainedModel) -> Iterator[PretrainedConfig]:
 def _loss_of(model: PreTrainedModel) -> str:
     """Returns the loss that a model has in the place of a causal LM's, as a clause; "" where it has that."""
     if "_loss_function" in vars(model):
-        setting, function = "loss_function", model._loss_function
+        setting = "loss_function"
+        function = model._loss_function
     else:
         # Some versions of transformers read the configuration's, others ignore it.
-        asked = getattr(model.config, "loss_type", None), model.loss_type, "ForCausalLM"
+        asked = (getattr(model.config, "loss_type", None), model.loss_type, "ForCausalLM")
         kind = next(kind for kind in asked if kind in LOSS_MAPPING)
-        setting, function = f"loss_type={kind!r}", LOSS_MAPPING[kind]
+        setting = f"loss_type={kind!r}"
+        function = LOSS_MAPPING[kind]
     name = getattr(function, "__name__", type(function).__name__)
     return "" if function is ForCausalLMLoss else f"{setting} is {name}"
 

@@ -37,8 +37,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from slipstream.errors import SlipstreamError
-from slipstream.model.attached_code import has_own_code, runs_class_code
 from slipstream.model.compiled_region import compiled_region
+from slipstream.model.own_code import has_own_code, runs_class_code
 from slipstream.model.weight_gradients import uncompiled_modules
 
 _ACTIVATIONS = ("transformers.activations", "torch.nn.modules.activation")

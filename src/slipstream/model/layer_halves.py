@@ -18,11 +18,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from slipstream.errors import SlipstreamError
 from slipstream.model.anatomy import LayerPart, ModelAnatomy
-from slipstream.model.attached_code import copy_with_shared_weights
 from slipstream.model.cutting import keep_half, second_half
 from slipstream.model.hooks.crossing_tensors import first_output, hidden_states, with_hidden_states
 from slipstream.model.hooks.module_calls import ModuleCall, recorded_calls
 from slipstream.model.layer_range import LayerHalf
+from slipstream.model.module_copies import copy_with_shared_weights
 from slipstream.model.tensors import has_parameters
 from slipstream.model.toy import (
     full_precision,

@@ -154,26 +154,30 @@ def pretrained_model(
     owned: Collection[StagePart],
     dtype: torch.dtype | None = None,
     new_tokens: NewTokens | None = None,
+    num_saved: int | None = None,
 ) -> PreTrainedModel:
     """Returns the parts `owned` of a model in a folder of safetensors or on the hub, reading no other tensor. Rows of
     `new_tokens`, by default of those that `config` has in addition to the folder's, are the mean of those of the known.
+    `num_saved` is the number of tokens by the folder's own config.json, which is read only where it isn't given.
 
     Raises SlipstreamError for missing or damaged files, and for weights that the files don't contain, or in another
     shape.
     """
     check_unquantised(config)
     part = _partial_class(config, anatomy, owned)
-    model = _read_model(part, path, config, dtype=dtype or "auto", use_safetensors=True)
+    model = _read_model(part, path, config, num_saved, dtype=dtype or "auto", use_safetensors=True)
     _make_new_rows(model, config, new_tokens)
     return model
 
 
-def _read_model(kind: Any, path: str, config: PretrainedConfig, **settings: Any) -> PreTrainedModel:
+def _read_model(
+    kind: Any, path: str, config: PretrainedConfig, num_saved: int | None, **settings: Any
+) -> PreTrainedModel:
     """Returns a model of `kind` with the weights in a folder or on the hub, and as many tokens as these have rows for.
 
     Raises SlipstreamError for missing or damaged files, and for weights that aren't those of the configuration.
     """
-    saved = _as_saved(config, path)
+    saved = _as_saved(config, path, num_saved)
     try:
         with quiet_transformers():
             model, report = kind.from_pretrained(
@@ -191,14 +195,15 @@ def _read_model(kind: Any, path: str, config: PretrainedConfig, **settings: Any)
     return result
 
 
-def check_saved_model(folder: Path, config: PretrainedConfig) -> str:
+def check_saved_model(folder: Path, config: PretrainedConfig, num_saved: int | None = None) -> str:
     """Checks by the headers of its files that a folder has the weights of the causal LM of `config`, which may have
-    more tokens. Returns a warning about those that it has in addition, or "".
+    more tokens than the `num_saved` of the folder's config.json. Returns a warning about those that it has in addition,
+    or "".
 
     Raises SlipstreamError for missing or damaged files, for weights that aren't there or have another shape, and for a
     configuration of which no model can be made.
     """
-    saved = _as_saved(config, str(folder))
+    saved = _as_saved(config, str(folder), num_saved)
     meta_model(saved)  # raises where the architecture can't be made at all
     return check_weight_files(folder, saved, _whole_class(config))
 
@@ -208,12 +213,15 @@ def whole_pretrained_model(
     config: PretrainedConfig | None = None,
     dtype: torch.dtype | None = None,
     new_tokens: NewTokens | None = None,
+    num_saved: int | None = None,
 ) -> PreTrainedModel:
     """Returns the whole model in a folder of safetensors or on the hub, with rows for the tokens that `config` has in
-    addition to the folder's; those of `new_tokens` are as in `pretrained_model`."""
-    config = load_config(path) if config is None else config
+    addition to the folder's; those of `new_tokens`, and `num_saved`, are as in `pretrained_model`."""
+    if config is None:
+        config = load_config(path)
+        num_saved = config.get_text_config().vocab_size
     settings: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
-    model = _read_model(AutoModelForCausalLM, path, config, trust_remote_code=False, **settings)
+    model = _read_model(AutoModelForCausalLM, path, config, num_saved, trust_remote_code=False, **settings)
     _make_new_rows(model, config, new_tokens)
     return model
 
@@ -225,9 +233,9 @@ def set_vocab_size(config: PretrainedConfig, number: int) -> None:
             part.vocab_size = number
 
 
-def _as_saved(config: PretrainedConfig, path: str) -> PretrainedConfig:
-    """Returns the config with as many tokens as the weights in a folder have rows for."""
-    vocab_size = load_config(path).get_text_config().vocab_size
+def _as_saved(config: PretrainedConfig, path: str, num_saved: int | None) -> PretrainedConfig:
+    """Returns the config with as many tokens as the weights in a folder have rows for: `num_saved`, if it is known."""
+    vocab_size = load_config(path).get_text_config().vocab_size if num_saved is None else num_saved
     if vocab_size != config.get_text_config().vocab_size:
         config = copy.deepcopy(config)
         set_vocab_size(config, vocab_size)

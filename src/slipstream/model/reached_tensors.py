@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from slipstream.model.attached_code import HOOKS, references
+from slipstream.model.own_code import HOOKS, references
 from slipstream.model.tensors import storage_id
 
 

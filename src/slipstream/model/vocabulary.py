@@ -28,11 +28,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from slipstream.errors import SlipstreamError
 from slipstream.model.anatomy import ModelAnatomy
-from slipstream.model.attached_code import runs_class_code
-from slipstream.model.cross_entropy import IGNORED
+from slipstream.model.cross_entropies import IGNORED
 from slipstream.model.cutting import EmptyEmbedding
 from slipstream.model.hooks.module_calls import ModuleCall, recorded_calls
 from slipstream.model.hooks.token_slice import current_slice
+from slipstream.model.own_code import runs_class_code
 from slipstream.model.toy import toy_model, toy_tokens
 from slipstream.model.weight_gradients import add_product, add_rows, gradient_of
 
@@ -165,7 +165,7 @@ class HeadRows(nn.Module):
 
 
 @torch.no_grad()
-def combine(parts: Sequence[RowSoftmax], targets: Tensor, scale: float) -> RowLosses:
+def combine_softmax(parts: Sequence[RowSoftmax], targets: Tensor, scale: float) -> RowLosses:
     """Runs L: returns the loss over all rows, with the gradient of `scale` times it for the head's input."""
     of_ranks, chosen = torch.stack([part.statistics for part in parts], 1)  # (ranks, b, T) each
     logsumexp = of_ranks.logsumexp(0)

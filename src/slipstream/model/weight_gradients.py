@@ -27,7 +27,7 @@ from transformers.integrations import moe
 from transformers.pytorch_utils import Conv1D
 
 from slipstream.autograd_calls import differentiable_once, direct_apply
-from slipstream.model.attached_code import runs_class_code
+from slipstream.model.own_code import runs_class_code
 from slipstream.model.tensors import NARROW
 
 WeightGradient = partial[None]  # whose arguments are the weight and the factors

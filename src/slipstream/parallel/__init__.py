@@ -21,24 +21,11 @@ from slipstream.parallel.gpus import (
     share_gpus_by_nccl,
     shortage_explained,
 )
-from slipstream.parallel.mesh import (
-    NO_LIMIT,
-    RENDEZVOUS_SECONDS,
-    MeshAxis,
-    Ranks,
-    accepts,
-    add_axis,
-    connected_store,
-    describe_held_port,
-    end_group_at_exit,
-    join_launched_group,
-    limit_of_the_environment,
-    make_mesh,
-    time_limit,
-    watch_group,
-)
+from slipstream.parallel.launched_group import end_group_at_exit, join_launched_group
+from slipstream.parallel.mesh import MeshAxis, add_axis, make_mesh
 from slipstream.parallel.parameter_share import ParameterShard, ParameterShare, part_bounds
 from slipstream.parallel.rank_group import (
+    NO_LIMIT,
     PendingWork,
     RankGroup,
     all_reduce,
@@ -47,6 +34,7 @@ from slipstream.parallel.rank_group import (
     release_groups_at_exit,
     send_tensor,
 )
+from slipstream.parallel.ranks import Ranks
 from slipstream.parallel.sharing import (
     PossibleRanks,
     SharedStages,
@@ -55,3 +43,11 @@ from slipstream.parallel.sharing import (
     possible_exchanges,
     possible_sharing,
 )
+from slipstream.parallel.store_connection import (
+    RENDEZVOUS_SECONDS,
+    accepts,
+    connected_store,
+    describe_held_port,
+    time_limit,
+)
+from slipstream.parallel.watched_group import limit_of_the_environment, watch_group

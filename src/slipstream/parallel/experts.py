@@ -23,8 +23,7 @@ from torch.nn import functional
 
 from slipstream.autograd_calls import with_backward
 from slipstream.errors import SlipstreamError
-from slipstream.model.adapters import own_module, parse_name
-from slipstream.model.anatomy import expert_modules
+from slipstream.model import expert_modules, own_module, parse_name
 from slipstream.model.hooks import runs_alone
 from slipstream.parallel.mesh import divisors_text
 from slipstream.parallel.parameter_share import ParameterShare, part_bounds

@@ -13,6 +13,7 @@ import gc
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 from weakref import WeakSet
 
@@ -25,6 +26,9 @@ from slipstream.errors import LostRankError, SlipstreamError
 from slipstream.watchdog import explain_loss, finished_ranks, waiting
 
 _Result = TypeVar("_Result")
+
+NO_LIMIT = timedelta(days=1)
+"""The limit of a process group itself: its watchers end a run far sooner, and know more."""
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

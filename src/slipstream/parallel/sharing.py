@@ -22,19 +22,18 @@ from slipstream.errors import RankFailedError, SlipstreamError
 from slipstream.model import (
     IGNORED,
     TOLERANCE,
+    Adapter,
     CausalLMStage,
     LayerRange,
     ModelAnatomy,
     TokenCuts,
+    adapted_model,
+    anatomy_of_size,
     causal_cross_entropy,
+    check_parallel,
     find_anatomy,
-    meta_model,
-)
-from slipstream.model.adapters import Adapter, adapted_model, check_parallel
-from slipstream.model.anatomy import anatomy_of_size
-from slipstream.model.hooks.token_slice import TokenParts
-from slipstream.model.toy import (
     full_precision,
+    meta_model,
     perturb_parameters,
     reference_model,
     toy_config,
@@ -42,11 +41,12 @@ from slipstream.model.toy import (
     toy_model,
     toy_tokens,
 )
+from slipstream.model.hooks import TokenParts
 from slipstream.options import Degrees, Parallelism
 from slipstream.parallel.context import SliceExchange, check_heads
 from slipstream.parallel.experts import ExpertParallel, check_experts, num_experts_of, without_experts
-from slipstream.parallel.mesh import Ranks
 from slipstream.parallel.rank_group import RankGroup
+from slipstream.parallel.ranks import Ranks
 from slipstream.parallel.tensor import (
     TensorParallel,
     TensorPlan,

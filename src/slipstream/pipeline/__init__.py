@@ -1,3 +1,12 @@
 """Runs a schedule with real tensors: the public Pipeline and the parts it is built from."""
 
+from slipstream.pipeline.families import StageLayout
+from slipstream.pipeline.families.causal_lm import CausalLMFamily
+from slipstream.pipeline.families.causal_lm_layout import check_options
+from slipstream.pipeline.introspection import UNSUPPORTED_CALLS
 from slipstream.pipeline.pipeline import Pipeline
+from slipstream.pipeline.pipeline_options import ExpectedBatch, PipelineOptions, SequenceLoss
+from slipstream.pipeline.saving import describe_model
+from slipstream.pipeline.tuning import held_bytes, is_free, profile_of, seconds_after
+from slipstream.pipeline.tuning.row_plan import granularity_for
+from slipstream.pipeline.weight_source import WeightSource, pretrained_source, with_frozen, without_dropout

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from slipstream.errors import SlipstreamError
-from slipstream.model import IGNORED, token_cross_entropy
-from slipstream.model.pipeline_stage import in_evaluation
+from slipstream.model import IGNORED, in_evaluation, token_cross_entropy
 from slipstream.parallel import RankGroup
 from slipstream.parallel.tensor import gather_vocabulary, vocabulary_token_losses
 from slipstream.pipeline.batch import Batch, Inputs, Lengths, Rows, padded_as

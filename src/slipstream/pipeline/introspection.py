@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 
 from slipstream.checkpoint import is_finite
 from slipstream.errors import SlipstreamError
-from slipstream.model.adapters import Adapter, TrainedWeights
+from slipstream.model import Adapter, TrainedWeights
 from slipstream.options import Degrees
 from slipstream.parallel import RankGroup
 from slipstream.pipeline.batch import Batch

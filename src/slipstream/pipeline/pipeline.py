@@ -15,11 +15,12 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from slipstream.errors import SlipstreamError
 from slipstream.model import random_model
-from slipstream.model.quantised import BasePrecision
+from slipstream.number_format import BasePrecision
 from slipstream.options import Layers, Memory, Parallelism, Precision, Runtime
 from slipstream.parallel import ParameterShard
 from slipstream.pipeline.batch import Inputs, Lengths, Rows
 from slipstream.pipeline.evaluation import PipelineEvaluation
+from slipstream.pipeline.families.causal_lm import CausalLMFamily
 from slipstream.pipeline.introspection import (
     ASKED_BY_COMPILE,
     CHECKPOINTING,
@@ -32,7 +33,7 @@ from slipstream.pipeline.introspection import (
 from slipstream.pipeline.pipeline_options import ExpectedBatch, LossFunction, PipelineOptions, SequenceLoss
 from slipstream.pipeline.runtime import PipelineRuntime
 from slipstream.pipeline.saving import PipelineSaving
-from slipstream.pipeline.weights import WeightSource, pretrained_source, with_frozen
+from slipstream.pipeline.weight_source import WeightSource, pretrained_source, with_frozen
 from slipstream.planner.ragged import StageRates, StepPlan
 from slipstream.planner.slicing import BatchSlicing
 from slipstream.schedule import Schedule, SlicedMicrobatch
@@ -100,7 +101,7 @@ class Pipeline(PipelineEvaluation, PipelineSaving):
 
     def __init__(
         self,
-        model: PreTrainedModel | nn.Sequential | WeightSource,
+        model: PreTrainedModel | nn.Sequential | WeightSource | CausalLMFamily,
         schedule: str | Schedule = "1f1b",
         num_microbatches: int = 1,
         slices: int | Sequence[int] | Literal["auto"] | None = None,

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from slipstream.comm import LocalTransport, ScatterGather, Transport, connect_transport
 from slipstream.errors import SlipstreamError
 from slipstream.keyed_draws import keyed_seed
-from slipstream.model import PipelineStage
-from slipstream.model.autograd_memory import take_differing_layers
+from slipstream.model import PipelineStage, take_differing_layers
 from slipstream.parallel import Ranks, check_transport, join_launched_group, watch_group
 from slipstream.parallel.tensor import TensorParallel
 from slipstream.pipeline.agreement import BatchAgreement, CallAgreement
@@ -38,12 +37,13 @@ from slipstream.pipeline.families import ExecutedStep, ModelFamily, StageLayout
 from slipstream.pipeline.families.causal_lm import CausalLMFamily
 from slipstream.pipeline.families.layer_sequence import SequenceFamily
 from slipstream.pipeline.families.stage_layout import check_frozen, count_frozen
+from slipstream.pipeline.gathered_state import gather_state
 from slipstream.pipeline.memory import MemoryLimit, RehearsedStep
 from slipstream.pipeline.parameters import Parameters
 from slipstream.pipeline.pipeline_options import ExpectedBatch, PipelineOptions, SequenceLoss
 from slipstream.pipeline.step_planning import DifferentLengthsError, StepPlanning
 from slipstream.pipeline.tuning import FirstSteps, HeldBytes, StepSettings, rates_of_rows, with_plan
-from slipstream.pipeline.weights import WeightSource, gather_state, in_memory
+from slipstream.pipeline.weight_source import WeightSource, in_memory
 from slipstream.planner.joint import JointPlan, OutOfMemoryError
 from slipstream.planner.ragged import StageRates, StepPlan
 from slipstream.schedule import Schedule, far_channels, send_windows
@@ -499,6 +499,9 @@ def _family_of(model: Any, options: PipelineOptions, ranks: Ranks, device: torch
     """Returns the model's family; raises SlipstreamError unless it is a causal LM or an nn.Sequential. Collective."""
     if isinstance(model, nn.Sequential):
         return SequenceFamily(model, options, ranks, device)
+    if isinstance(model, CausalLMFamily):
+        model.move_to(options, ranks, device)
+        return model
     return CausalLMFamily(model if isinstance(model, WeightSource) else in_memory(model), options, ranks, device)
 
 

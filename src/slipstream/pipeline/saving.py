@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, Never, Protocol
+from typing import Any, Literal, Never
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -18,17 +16,23 @@ from slipstream.checkpoint import (
     CheckpointFolder,
     Checkpoints,
     SavedCheckpoint,
+    Scheduler,
     TensorShard,
+    check_rule,
+    decode,
+    describe_rule,
+    encode,
     kept_parts,
     load_training,
+    loop_facts,
+    restore_rule,
     training_shards,
 )
 from slipstream.errors import SlipstreamError
-from slipstream.model import storage_id
+from slipstream.model import merged_state, storage_id, write_adapter, write_model
 from slipstream.parallel import ParameterShard, ParameterShare, Ranks
 from slipstream.pipeline.introspection import PipelineFacts
 from slipstream.pipeline.runtime import PipelineRuntime
-from slipstream.pipeline.weights import merged_state, write_adapter, write_model
 from slipstream.profile import without_origin
 from slipstream.watchdog import watchdog_paused
 
@@ -246,36 +250,6 @@ def _refuse(problem: str) -> Never:
     raise SlipstreamError(problem)
 
 
-class Scheduler(Protocol):
-    """A learning-rate schedule: any of PyTorch's, or an object with the same two methods."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns its progress."""
-        ...
-
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Takes over the state of `state_dict`."""
-        ...
-
-
-def describe_rule(optimizer: Optimizer | None, scheduler: Scheduler | None) -> dict[str, Any]:
-    """Returns a checkpoint's record of both, as JSON can hold it.
-
-    Raises:
-        SlipstreamError: for an option or progress that it can't hold.
-    """
-    return {
-        "optimizer": None if optimizer is None else _described_rule(optimizer, _options(optimizer)),
-        "scheduler": None if scheduler is None else _described_rule(scheduler, scheduler.state_dict()),
-    }
-
-
-def loop_facts(rule: Mapping[str, Any], facts: Any, random_state: tuple[int, int]) -> dict[str, Any]:
-    """Returns the facts of every checkpoint, by which `Pipeline.load` goes on: the record of `describe_rule`, encoded
-    facts of the loop, and the state of dropout."""
-    return {"loop": {**rule, "facts": facts, "random_state": list(random_state)}}
-
-
 def check_parameters(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
     """Raises SlipstreamError where the optimizer updates something that isn't among a Pipeline's parameters."""
     own = {id(parameter) for parameter in parameters}
@@ -285,90 +259,6 @@ def check_parameters(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -
             f"the optimizer updates a tensor of shape {tuple(others[0].shape)} that isn't of pipe.parameters(): no "
             "checkpoint would hold it. Make the optimizer of pipe.parameters(), after the Pipeline."
         )
-
-
-def check_rule(kept: Mapping[str, Any], optimizer: Optimizer | None, scheduler: Scheduler | None) -> str:
-    """Returns why these can't take over a checkpoint's record of them; "" where they can."""
-    for what, mine in (("optimizer", optimizer), ("scheduler", scheduler)):
-        saved = kept[what]
-        if saved is None and mine is not None:
-            return f"has no {what}: call pipe.load without {what}="
-        if saved is not None and mine is not None and saved["class"] != type(mine).__name__:
-            return f"has the state of a {saved['class']}, and {what}= is a {type(mine).__name__}"
-    if optimizer is not None and kept["scheduler"] is not None and scheduler is None:
-        return "has a scheduler, without which the learning rate would stay: give pipe.load scheduler= as well"
-    if optimizer is not None:
-        saved, here = len(kept["optimizer"]["state"]), len(optimizer.param_groups)
-        return "" if saved == here else f"has an optimizer of {saved} parameter groups, and this one has {here}"
-    return ""
-
-
-def restore_rule(kept: Mapping[str, Any], optimizer: Optimizer | None, scheduler: Scheduler | None) -> None:
-    """Restores both from the record of `describe_rule`, once `check_rule` has found nothing."""
-    if optimizer is not None:
-        for group, options in zip(optimizer.param_groups, decode(kept["optimizer"]["state"]), strict=True):
-            for name, value in options.items():
-                here = group.get(name)
-                if isinstance(here, Tensor) and isinstance(value, Tensor):
-                    here.copy_(value)  # a graph of the GPU may read it there
-                else:
-                    group[name] = value
-    if scheduler is not None:
-        scheduler.load_state_dict(decode(kept["scheduler"]["state"]))
-
-
-def _described_rule(owner: object, state: Any) -> dict[str, Any]:
-    return {"class": type(owner).__name__, "state": encode(state, f"the state of {type(owner).__name__}")}
-
-
-def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
-    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-
-
-_SEQUENCES: dict[str, type[Any]] = {"tuple": tuple, "set": set, "deque": deque}
-_MAPPINGS: dict[str, type[Any]] = {"dict": dict, "Counter": Counter, "OrderedDict": OrderedDict}
-
-
-def encode(value: Any, name: str) -> Any:
-    """Returns the value as JSON can hold it: None, truth values, numbers, text, lists, tuples, sets, dicts and Counters
-    with keys of these, and tensors on the CPU or a GPU.
-
-    Raises:
-        SlipstreamError: for any other value; `name` says what it is.
-    """
-    kind = type(value).__name__
-    if value is None or type(value) in (bool, int, float, str):
-        return value
-    if type(value) is list:
-        return [encode(item, f"{name}[{place}]") for place, item in enumerate(value)]
-    if type(value) is _SEQUENCES.get(kind):
-        return {kind: [encode(item, f"{name}[{place}]") for place, item in enumerate(value)]}
-    if type(value) is _MAPPINGS.get(kind):
-        return {
-            kind: [[encode(key, f"a key of {name}"), encode(item, f"{name}[{key!r}]")] for key, item in value.items()]
-        }
-    if type(value) is defaultdict:
-        return encode(dict(value), name)
-    if type(value) is Tensor and not value.is_complex():
-        return {"tensor": [value.tolist(), str(value.dtype).removeprefix("torch.")]}
-    raise SlipstreamError(
-        f"{name} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint can't hold. It holds "
-        "None, numbers, text, tensors, and lists, tuples, sets and dicts of these."
-    )
-
-
-def decode(value: Any) -> Any:
-    """Returns the argument of `encode`; tensors are on the CPU."""
-    if isinstance(value, list):
-        return [decode(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    ((kind, content),) = value.items()
-    if kind == "tensor":
-        return torch.tensor(content[0], dtype=getattr(torch, content[1]))
-    if kind in _MAPPINGS:
-        return _MAPPINGS[kind]({decode(key): decode(item) for key, item in content})
-    return _SEQUENCES[kind](decode(item) for item in content)
 
 
 def describe_model(config: PretrainedConfig) -> dict[str, Any]:

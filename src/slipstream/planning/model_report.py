@@ -28,9 +28,9 @@ from slipstream.model import (
     find_label_loss,
     longest_sequence,
     meta_model,
+    toy_config,
     why_layers_stay_whole,
 )
-from slipstream.model.toy import toy_config
 from slipstream.parallel import PossibleRanks, possible_sharing
 
 

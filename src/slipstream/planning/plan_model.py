@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import yaml
 from transformers import PretrainedConfig
 
 from slipstream.cost import (
@@ -20,27 +19,30 @@ from slipstream.cost import (
     load_cluster,
     load_profile,
 )
-from slipstream.errors import SlipstreamError, syntax_text
-from slipstream.foreign_text import parse_json, parse_yaml, read_text
+from slipstream.errors import SlipstreamError
+from slipstream.foreign_text import parse_json, read_text
 from slipstream.model import (
+    ALL_WEIGHTS,
+    Adapter,
+    TrainedWeights,
+    check_base_precision,
     check_length,
-    config_from_settings,
+    check_method,
+    check_quantisable,
     find_anatomy,
-    load_config,
+    find_frozen,
+    find_spreadable_head,
+    find_targets,
     meta_model,
     torch_dtype,
-    trust_remote_code,
 )
-from slipstream.model.adapters import ALL_WEIGHTS, Adapter, TrainedWeights, check_method, find_frozen, find_targets
-from slipstream.model.quantised import check_base_precision, check_quantisable
-from slipstream.model.vocabulary import find_spreadable_head
 from slipstream.number_format import BFLOAT16, BasePrecision, find_format
 from slipstream.options import SHARED_WORK
 from slipstream.parallel import possible_sharing
 from slipstream.planner import Plan
 from slipstream.planner.search import check_count, make_options, search_plans
+from slipstream.planning.described_model import DescribedModel
 from slipstream.profile import count_model, identify_model, newest_costs
-from slipstream.units import plural
 
 
 def plan(
@@ -63,7 +65,7 @@ def plan(
 
     Args:
         model: a transformers configuration; a folder or hub name; a .json or .yaml file with a transformers
-            configuration, or a training configuration with a `model` section; or a counted model.
+            configuration, or a training configuration with a `model` section; a described or a counted model.
         cluster: the name of a shipped cluster, a file that describes one, a Cluster, or a file that `slipstream
             profile` wrote, whose measurements are then used instead. None: the newest measurements that a run on this
             machine has kept.
@@ -105,7 +107,7 @@ def plan(
     return search_plans(source, seq_len, global_batch, options=allowed, progress=progress)
 
 
-Model: TypeAlias = str | Path | PretrainedConfig | ModelCount
+Model: TypeAlias = str | Path | PretrainedConfig | DescribedModel | ModelCount
 
 
 def choose_costs(
@@ -127,7 +129,10 @@ def choose_costs(
     Raises:
         SlipstreamError: for input that can't be used, and where no costs are kept of this model.
     """
-    freeze = freeze or frozen_patterns(model)
+    if not isinstance(model, (DescribedModel, ModelCount)):
+        model = DescribedModel(model)
+    if isinstance(model, DescribedModel):
+        freeze = freeze or model.freeze
     if (freeze or lora is not None) and not _is_counted_on(cluster):
         setting = "lora" if lora is not None else f"freeze={[*freeze]}"
         raise SlipstreamError(
@@ -142,7 +147,7 @@ def choose_costs(
     if cluster is None:
         if isinstance(model, ModelCount):
             raise SlipstreamError("a counted model needs a cluster, such as h100-dgx.")
-        profile = newest_costs(model_config(model, seq_len), seq_len, dtype, num_ranks, tensor_parallel)
+        profile = newest_costs(_config_for(model, seq_len), seq_len, dtype, num_ranks, tensor_parallel)
         return _profile_source(model, profile, seq_len, dtype, num_nodes, num_ranks)
     path = _profile_path(cluster)
     if path is not None:
@@ -168,20 +173,31 @@ def _profile_path(cluster: str | Path | Cluster) -> Path | None:
     return None if isinstance(values, dict) and "device" in values else Path(cluster)
 
 
+def _config_for(model: DescribedModel, seq_len: int) -> PretrainedConfig:
+    """Returns the model's configuration. Raises SlipstreamError where it doesn't take sequences of so many tokens."""
+    check_length(model.config, seq_len, "seq_len")
+    return model.config
+
+
 def _profile_source(
-    model: Model, profile: Profile, seq_len: int, dtype: str | None, num_nodes: int | None, num_ranks: int | None
+    model: DescribedModel | ModelCount,
+    profile: Profile,
+    seq_len: int,
+    dtype: str | None,
+    num_nodes: int | None,
+    num_ranks: int | None,
 ) -> ProfileSource:
     if num_nodes is not None:
         raise SlipstreamError(f"num_nodes={num_nodes} is for a cluster; with a profile give num_ranks.")
     if isinstance(model, ModelCount):
         raise SlipstreamError("a profile needs the model it was measured for: give its configuration, folder or name.")
-    profile.check(identify_model(model_config(model, seq_len)), dtype)
+    profile.check(identify_model(_config_for(model, seq_len)), dtype)
     measured = profile.hardware.processes // profile.degrees.num_ranks
     return ProfileSource(profile, measured if num_ranks is None else num_ranks)
 
 
 def _analytic_source(
-    model: Model,
+    model: DescribedModel | ModelCount,
     cluster: str | Path | Cluster,
     seq_len: int,
     dtype: str | None,
@@ -209,7 +225,7 @@ def _analytic_source(
     dtype = dtype or BFLOAT16.name
     counted_in = torch_dtype(find_format(dtype).name)
     described.device.matmul_flops(dtype)  # raises where the dtype has no peak, before the model is counted
-    config = model_config(model, seq_len)
+    config = _config_for(model, seq_len)
     trained = _trained_weights(config, freeze, lora, lora_base_precision)
     count = count_model(config, seq_len, counted_in, trained, fused)
     shares_tokens = len(find_anatomy(config).after) <= _NORM_AND_HEAD
@@ -222,7 +238,7 @@ def _analytic_source(
             refusals["vocabulary"] = refused
     if lora is not None:
         refusals["shard"] = "Sharded parameters haven't been shown to be exact with adapters."
-    return AnalyticSource(count, described, model_name(model, config), shares_tokens, fused, refusals)
+    return AnalyticSource(count, described, model.name, shares_tokens, fused, refusals)
 
 
 def _why_head_stays_whole(config: PretrainedConfig, trains_a_part: bool) -> str:
@@ -256,82 +272,3 @@ def _trained_weights(
         check_quantisable(meta_model(config), lora, "lora_base_precision")
     find_targets(meta_model(config), lora)
     return TrainedWeights(adapter=Adapter("default", lora, base_precision))
-
-
-_FILES = (".yaml", ".yml", ".json")
-
-
-def model_section(model: str | Path | PretrainedConfig | ModelCount) -> dict[str, Any]:
-    """Returns a training configuration's `model` section for this model: a path or a config.
-
-    Raises:
-        SlipstreamError: for a file that can't be read or that describes no model, and for a ModelCount.
-    """
-    if isinstance(model, ModelCount):
-        raise SlipstreamError("a counted model can't be trained; give its transformers configuration, folder or name.")
-    if isinstance(model, PretrainedConfig):
-        return {"config": {"model_type": model.model_type, **model.to_diff_dict()}}
-    path = Path(model)
-    if path.suffix not in _FILES:
-        return {"path": str(model)}
-    values = _read(path)
-    if "model_type" in values:
-        return {"config": values}
-    section = values.get("model")
-    if not isinstance(section, dict) or not {"path", "config"} & section.keys():
-        raise SlipstreamError(
-            f"{path} describes no model: give a transformers configuration with a model_type (a config.json), or a "
-            "training configuration whose model section has a path or a config."
-        )
-    return section
-
-
-def frozen_patterns(model: str | Path | PretrainedConfig | ModelCount) -> list[str]:
-    """Returns the `model.freeze` of a training configuration; of anything else nothing."""
-    if isinstance(model, (str, Path)) and Path(model).suffix in _FILES:
-        patterns: list[str] = model_section(model).get("freeze") or []
-        return patterns
-    return []
-
-
-def lora_section(model: str | Path) -> dict[str, Any] | None:
-    """Returns the `lora` section of a training configuration; None where there is none."""
-    section = _read(Path(model)).get("lora") if Path(model).suffix in _FILES else None
-    return section if isinstance(section, dict) else None
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        text = read_text(path)
-        values = parse_json(text) if path.suffix == ".json" else parse_yaml(text)
-    except OSError as error:
-        raise SlipstreamError(f"can't read the model's configuration {path}: {error.strerror}.") from error
-    except (ValueError, yaml.YAMLError) as error:
-        raise SlipstreamError(f"{path} isn't valid {path.suffix[1:].upper()}: {syntax_text(error)}.") from error
-    return values if isinstance(values, dict) else {}
-
-
-def model_config(
-    model: str | Path | PretrainedConfig, seq_len: int | None = None, trusts_code: bool = False
-) -> PretrainedConfig:
-    """Returns the model's transformers configuration; with `trusts_code` by code that comes with it, too.
-
-    Raises:
-        SlipstreamError: where it can't be read, or the model doesn't take sequences of `seq_len` tokens.
-    """
-    if not isinstance(model, PretrainedConfig):
-        section, name = model_section(model), str(model)
-        has_path = section.get("path") is not None
-        if has_path and (trusts_code or section.get("trust_remote_code")):
-            trust_remote_code(str(section["path"]))
-        model = load_config(str(section["path"])) if has_path else config_from_settings(section["config"], name)
-    if seq_len is not None:
-        check_length(model, seq_len, "seq_len")
-    return model
-
-
-def model_name(model: str | Path | PretrainedConfig, config: PretrainedConfig) -> str:
-    """Returns the model's file or folder, its architecture and size."""
-    text = config.get_text_config()
-    shape = f"{config.model_type}, {plural(text.num_hidden_layers, 'layer')} of {text.hidden_size}"
-    return shape if isinstance(model, PretrainedConfig) else f"{model} ({shape})"

@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig
 
+from slipstream.atomic_files import cache_folder, replaced_file
 from slipstream.cost import UNSHARED, Degrees, MeasuredLink, Profile, load_profile
 from slipstream.errors import SlipstreamError
-from slipstream.kept_files import cache_folder, replaced_file
 from slipstream.parallel import Ranks
 from slipstream.profile.link_measurement import measure_link
 from slipstream.profile.measurement_run import TooLittleTimeError

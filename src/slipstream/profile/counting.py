@@ -27,11 +27,13 @@ from slipstream.attention import ContextStore
 from slipstream.cost import Amount, AttentionCall, AttentionWindow, ModelCount, OpCount, PartCount, find_windows
 from slipstream.errors import SlipstreamError
 from slipstream.model import (
+    ALL_WEIGHTS,
     LayerHalf,
     LayerPart,
     ModelAnatomy,
     ModelEnd,
     SavedStorages,
+    TrainedWeights,
     causal_cross_entropy,
     copy_with_shared_weights,
     fuse_kernels,
@@ -41,7 +43,6 @@ from slipstream.model import (
     storage_id,
     watched_kernels,
 )
-from slipstream.model.adapters import ALL_WEIGHTS, TrainedWeights
 from slipstream.model.anatomy import expert_modules, find_anatomy
 from slipstream.model.hooks.crossing_tensors import Arguments, first_output, hidden_states, with_hidden_states
 from slipstream.model.hooks.length_dependent_rope import keep_frequencies

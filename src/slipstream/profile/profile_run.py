@@ -18,7 +18,7 @@ from transformers import PretrainedConfig
 from slipstream.attention import chosen_kernels
 from slipstream.cost import Hardware, MeasuredLink, ModelIdentity, Profile, choose_stages, part_kinds
 from slipstream.errors import SlipstreamError
-from slipstream.kept_files import processor_name
+from slipstream.hardware_name import processor_name
 from slipstream.model import (
     CausalLMStage,
     LayerRange,

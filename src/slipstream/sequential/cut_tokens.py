@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from slipstream.attention import AttentionSite, KeyRanges, attend
 from slipstream.errors import SlipstreamError
-from slipstream.model.hooks.token_slice import current_forward
+from slipstream.model.hooks import current_forward
 from slipstream.sequential.batch_norm import is_batch_norm
 from slipstream.sequential.layer_list import LayerContext, LayerValue, SequentialLayer, SkipRoute
 

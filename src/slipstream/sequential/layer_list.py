@@ -17,10 +17,7 @@ from torch.nn.parameter import is_lazy
 from slipstream.attention import ContextStore
 from slipstream.errors import SlipstreamError
 from slipstream.keyed_draws import keyed_seed
-from slipstream.model.attached_code import HOOKS, references
-from slipstream.model.given_model import HOOK_NAMES
-from slipstream.model.tensors import Tensors
-from slipstream.model.weight_gradients import is_compiled
+from slipstream.model import HOOK_NAMES, HOOKS, Tensors, is_compiled, references
 from slipstream.sequential.batch_norm import mixes_batch
 
 _HOOK_NAMES = HOOK_NAMES | {

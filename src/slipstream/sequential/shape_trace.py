@@ -16,10 +16,16 @@ from torch.autograd.variable import Variable
 
 from slipstream.errors import SlipstreamError
 from slipstream.keyed_draws import kept_random_states
-from slipstream.model.attached_code import copy_modules
-from slipstream.model.autograd_memory import without_saved_tensors_hooks
-from slipstream.model.operation_counter import OperationCounter
-from slipstream.model.tensors import SavedStorages, TensorSpec, storage_id, storage_ids, written_tensors
+from slipstream.model import (
+    OperationCounter,
+    SavedStorages,
+    TensorSpec,
+    copy_modules,
+    storage_id,
+    storage_ids,
+    without_saved_tensors_hooks,
+    written_tensors,
+)
 from slipstream.sequential.batch_norm import MiniBatchStatistics
 from slipstream.sequential.cut_tokens import CutTokens
 from slipstream.sequential.layer_list import (

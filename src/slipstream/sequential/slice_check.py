@@ -21,9 +21,8 @@ from torch.utils._pytree import tree_iter
 from slipstream.attention import ContextStore
 from slipstream.errors import SlipstreamError
 from slipstream.keyed_draws import kept_random_states
-from slipstream.model.attached_code import copy_modules
-from slipstream.model.hooks.token_slice import active_forward
-from slipstream.model.tensors import Tensors
+from slipstream.model import Tensors, copy_modules
+from slipstream.model.hooks import active_forward
 from slipstream.sequential.layer_list import (
     BatchSlice,
     LayerContext,

@@ -19,11 +19,18 @@ from torch import Tensor, nn
 
 from slipstream.attention import ContextError, ContextStore
 from slipstream.autograd_calls import with_backward
-from slipstream.model.autograd_memory import RecomputePolicy, recompute_in_backward, without_saved_tensors_hooks
-from slipstream.model.hooks.token_slice import active_forward, note_output
-from slipstream.model.pipeline_stage import PipelineStage
-from slipstream.model.tensors import Tensors, TensorSpec, copied_from_messages
-from slipstream.model.weight_gradients import add_weight_gradients_in_place, left_to_autograd
+from slipstream.model import (
+    PipelineStage,
+    RecomputePolicy,
+    Tensors,
+    TensorSpec,
+    add_weight_gradients_in_place,
+    copied_from_messages,
+    left_to_autograd,
+    recompute_in_backward,
+    without_saved_tensors_hooks,
+)
+from slipstream.model.hooks import active_forward, note_output
 from slipstream.planner.partition import partition_layers
 from slipstream.sequential.batch_norm import MiniBatchStatistics
 from slipstream.sequential.cut_tokens import find_cut

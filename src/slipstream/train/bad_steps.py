@@ -15,7 +15,8 @@ from slipstream.errors import NonFiniteError
 from slipstream.number_format import PRECISIONS
 from slipstream.train.run_context import RunContext
 
-_FINE, _SPIKE, _NON_FINITE = range(3)  # of several ranks the largest counts
+# Of several ranks the largest counts.
+_FINE, _SPIKE, _NON_FINITE = range(3)
 _REASONS = {_SPIKE: "spike", _NON_FINITE: "not finite"}
 _REMEMBERED = 64  # good steps, of whose values the median is taken
 _FEWEST = 10  # good steps before one can be a spike
@@ -39,12 +40,14 @@ class BadSteps:
         # Where every rank would stop, one that does so alone ends the run for the others, too.
         may_go_on = training.bad_numbers != "stop" or PRECISIONS[training.precision].scales_loss
         self._agrees = has_copies and (may_go_on or training.spike_factor is not None)
-        self._run, self._config = run, run.config
+        self._run = run
+        self._config = run.config
         self._values: dict[str, deque[float]] = {
             name: deque(maxlen=_REMEMBERED) for name in ("loss", "norm of its gradient")
         }
-        self._verdict, self._num_in_a_row = _FINE, 0
-        self.steps: list[int] = []  # that were bad
+        self._verdict = _FINE
+        self._num_in_a_row = 0
+        self.steps: list[int] = []  # numbers of bad steps
 
     def accepts(self, loss: float, norm: float) -> bool:
         """Returns whether the optimizer may update with this loss and this norm of the gradient. Collective."""
@@ -71,11 +74,13 @@ class BadSteps:
         if self._verdict == _FINE:
             self._num_in_a_row = 0
             return None
-        training, record = self._config.training, {"why": _REASONS[self._verdict], "samples": list(samples)}
+        training = self._config.training
+        record = {"why": _REASONS[self._verdict], "samples": list(samples)}
         self.steps.append(step)
         # A loss is a sum over all ranks, which therefore look for the weight together.
         weight = None if math.isfinite(loss) else self._find_non_finite()
-        if weight and (training.bad_numbers != "rollback" or not self._has_updated):  # it would be so in every step
+        # Without an update since, the weight would be as bad in every step.
+        if weight and (training.bad_numbers != "rollback" or not self._has_updated):
             raise NonFiniteError(self._describe_weight(weight, step, loss))
         # The loss scale looks for the largest.
         if PRECISIONS[training.precision].scales_loss and self._verdict == _NON_FINITE:
@@ -100,7 +105,8 @@ class BadSteps:
             self._values[name].extend(values)
 
     def _describe_spikes(self, values: dict[str, float]) -> str:
-        factor, spikes = self._config.training.spike_factor, []
+        factor = self._config.training.spike_factor
+        spikes = []
         for name, value in values.items():
             before = self._values[name]
             if factor is not None and len(before) >= _FEWEST and value > factor * statistics.median(before):
@@ -110,7 +116,8 @@ class BadSteps:
         return " and ".join(spikes)
 
     def _describe_weight(self, name: str, step: int, loss: float) -> str:
-        model, lora = self._config.model, self._config.lora
+        model = self._config.model
+        lora = self._config.lora
         said = f"the loss of step {step} is {loss}, as {describe_non_finite(name)}"
         if self._has_updated:
             return f"{said}, after an update; {self._gentler}"

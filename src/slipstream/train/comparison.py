@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
 import statistics
@@ -12,15 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from slipstream.launch import reported_to_the_launcher
-from slipstream.model import trust_remote_code, whole_pretrained_model
-from slipstream.model.adapters import find_frozen, freeze
+from slipstream.model import find_frozen, freeze, trust_remote_code, whole_pretrained_model
 from slipstream.pipeline import Pipeline
 from slipstream.train.config import Config, load_config
-from slipstream.train.configured_pipeline import config_of_run, make_pipeline, new_tokens_of_run
-from slipstream.train.data import load_texts, sequences_of
+from slipstream.train.configured_pipeline import RunModel, make_pipeline, source_of
+from slipstream.train.data import TrainingSequences, load_texts, sequences_of
 from slipstream.train.device_choice import choose_device
 from slipstream.train.folder_lock import FolderLock
 from slipstream.train.optimizers import make_optimizer, make_scheduler
@@ -37,15 +37,14 @@ class UnslicedModel(torch.nn.Module):
     Attention runs over whole sequences, across documents: that is its fastest way.
     """
 
-    def __init__(self, config: Config, device: torch.device) -> None:
+    def __init__(self, config: Config, device: torch.device, model: RunModel) -> None:
         super().__init__()
         if config.model.pretrained:
             self.model: PreTrainedModel = whole_pretrained_model(
-                str(config.model.path), config_of_run(config), torch.float32, new_tokens_of_run(config)
+                str(config.model.path), model.config, torch.float32, model.new_tokens, model.num_saved
             )
         else:
-            model_config = AutoConfig.from_pretrained(config.folder.inputs, trust_remote_code=False)
-            self.model = AutoModelForCausalLM.from_config(model_config)
+            self.model = AutoModelForCausalLM.from_config(copy.deepcopy(model.config))
         freeze(self.model, find_frozen(self.model, config.model.freeze, "model.freeze"))
         self.model.to(device).train()
         self.device = device
@@ -64,29 +63,34 @@ class UnslicedModel(torch.nn.Module):
 def measure(config: Config) -> dict[str, float]:
     """Returns the median seconds of a step in this process, for each way of running it."""
     device = choose_device(config)
-    slices, microbatches = config.pipeline.slices, config.pipeline.microbatches
+    slices = config.pipeline.slices
+    microbatches = config.pipeline.microbatches
     if microbatches is not None:
         longest: list[int] = max((lengths for _, lengths in microbatches), key=len)
         slices = longest
     alone: dict[str, Any] = {"schedule": "gpipe", "stages_per_rank": 1, "partition": "auto", "microbatches": None}
     alone["vocabulary"] = "whole"
     alone["memory"] = config.memory.model_copy(update={"limit": None})
+    model = RunModel.read(config)
+    source = source_of(config, model)
     ways: dict[str, Callable[[], Any]] = {
-        "unsliced, by transformers": lambda: UnslicedModel(config, device),
-        "unsliced": lambda: make_pipeline(config, device, slices=1, **alone),
-        "sliced": lambda: make_pipeline(config, device, slices=8 if slices == "auto" else slices, **alone),
+        "unsliced, by transformers": lambda: UnslicedModel(config, device, model),
+        "unsliced": lambda: make_pipeline(config, device, source, slices=1, **alone),
+        "sliced": lambda: make_pipeline(config, device, source, slices=8 if slices == "auto" else slices, **alone),
     }
+    texts = load_texts(config.folder.inputs, "train")
+    sequences = sequences_of(texts, "fixed", config.training.seq_len, config.training.seed, config.data.weights)
     seconds = {}
     for name, make in ways.items():
-        seconds[name] = statistics.median(_time_steps(config, make(), device))
+        seconds[name] = statistics.median(_time_steps(config, make(), sequences, device))
         gc.collect()
     return seconds
 
 
-def _time_steps(config: Config, model: UnslicedModel | Pipeline, device: torch.device) -> list[float]:
+def _time_steps(
+    config: Config, model: UnslicedModel | Pipeline, sequences: TrainingSequences, device: torch.device
+) -> list[float]:
     training = config.training
-    train = load_texts(config.folder.inputs, "train")
-    sequences = sequences_of(train, "fixed", training.seq_len, training.seed, config.data.weights)
     optimizer = make_optimizer(model.named_parameters(), config.optimizer)
     scheduler = make_scheduler(optimizer, config.optimizer, training.single_process_steps)
     seconds = []

@@ -4,23 +4,32 @@ from __future__ import annotations
 
 import json
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoConfig, PretrainedConfig
 
-from slipstream.model import NewTokens, load_config, random_model, set_vocab_size
+from slipstream.model import NewTokens, load_config, random_model, set_vocab_size, with_settings
 from slipstream.parallel import make_mesh
-from slipstream.pipeline import Pipeline
-from slipstream.pipeline.weights import WeightSource, pretrained_source, with_frozen, without_dropout
+from slipstream.pipeline import CausalLMFamily, Pipeline, WeightSource, pretrained_source, with_frozen, without_dropout
 from slipstream.train.config import Config
 from slipstream.train.preferences import preference_loss
 
 
-def make_pipeline(config: Config, device: torch.device, **changes: Any) -> Pipeline:
-    """Returns this rank's part of the pipeline; `changes` replace arguments of it. Collective."""
+def make_pipeline(
+    config: Config, device: torch.device, model: WeightSource | CausalLMFamily, **changes: Any
+) -> Pipeline:
+    """Returns this rank's part of the pipeline. Collective.
+
+    Args:
+        config: the run's.
+        device: the rank's.
+        model: what `source_of` returns, or the family that was made of it.
+        changes: arguments of the Pipeline in place of the configuration's.
+    """
     needs_check = config.parallel.tensor > 1 and config.runtime.self_check  # the preflight has compared slices
     settings: dict[str, Any] = {
         **config.pipeline_options(),
@@ -33,53 +42,68 @@ def make_pipeline(config: Config, device: torch.device, **changes: Any) -> Pipel
     }
     if config.preference is not None:
         settings["loss_fn"] = preference_loss(config.preference)
-    pipe = Pipeline(source_of(config), **settings)
+    pipe = Pipeline(model, **settings)
     if config.training.neftune_alpha is not None:
         pipe.add_embedding_noise(config.training.neftune_alpha, config.training.seq_len)
     return pipe
 
 
-def source_of(config: Config) -> WeightSource:
+class RunModel(NamedTuple):
+    """The configuration of a run's model, with the vocabulary and the end of text that the run has."""
+
+    config: PretrainedConfig
+    num_saved: int | None = None  # tokens by the pretrained model's own config.json
+    new_tokens: NewTokens | None = None  # tokens missing from the pretrained model's own tokenizer
+
+    @classmethod
+    def read(cls, config: Config) -> RunModel:
+        """Reads the pretrained model's configuration, if there is one, and the run's inputs."""
+        inputs = config.folder.inputs
+        if not config.model.pretrained:
+            return cls(AutoConfig.from_pretrained(inputs, trust_remote_code=False))
+        of_run = load_config(str(inputs))
+        # Whether the ends are tied was found out before the inputs were written.
+        model_config = load_config(str(config.model.path), compares_ends=False)
+        if not getattr(of_run.get_text_config(), "tie_word_embeddings", False):
+            model_config = with_settings(model_config, {"tie_word_embeddings": False})
+        num_saved = model_config.get_text_config().vocab_size
+        set_vocab_size(model_config, of_run.get_text_config().vocab_size)
+        model_config.eos_token_id = of_run.eos_token_id
+        return cls(model_config, num_saved, _new_tokens(config.folder.new_tokens))
+
+
+def _new_tokens(file: Path) -> NewTokens | None:
+    if not file.exists():
+        return None
+    found = json.loads(file.read_text(encoding="utf-8"))
+    return NewTokens(tuple(found["ids"]), found["num_known"])
+
+
+def source_of(config: Config, model: RunModel) -> WeightSource:
     """Returns the weights that the run begins with, read or drawn as far as a rank needs them."""
-    source = _source_of(config)
+    source = _source_of(config, model)
     return without_dropout(source) if config.drops_nothing else source
 
 
-def _source_of(config: Config) -> WeightSource:
+def _source_of(config: Config, model: RunModel) -> WeightSource:
     training = config.training
     if config.model.pretrained:
-        path, lora = str(config.model.path), config.lora
+        path = str(config.model.path)
+        lora = config.lora
         return pretrained_source(
             path,
             config.model.freeze,
             None if lora is None else lora.source(path),
             training.seed,
             config.folder.beside,
-            config_of_run(config),
+            model.config,
             "full" if lora is None else lora.base_precision,
-            new_tokens_of_run(config),
+            model.new_tokens,
+            model.num_saved,
         )
-    model_config = AutoConfig.from_pretrained(config.folder.inputs, trust_remote_code=False)
     return with_frozen(
-        WeightSource(model_config, partial(random_model, model_config, training.seed)), config.model.freeze
+        WeightSource(model.config, partial(random_model, model.config, training.seed)), config.model.freeze
     )
-
-
-def config_of_run(config: Config) -> PretrainedConfig:
-    """Returns the configuration of the pretrained model, with the vocabulary and the end of text that the run has."""
-    model_config, inputs = load_config(str(config.model.path)), load_config(str(config.folder.inputs))
-    set_vocab_size(model_config, inputs.get_text_config().vocab_size)
-    model_config.eos_token_id = inputs.eos_token_id
-    return model_config
-
-
-def new_tokens_of_run(config: Config) -> NewTokens | None:
-    """Returns the tokens of the run that the pretrained model's own tokenizer hasn't; None where there are none."""
-    file = config.folder.new_tokens
-    if not file.exists():
-        return None
-    found = json.loads(file.read_text(encoding="utf-8"))
-    return NewTokens(tuple(found["ids"]), found["num_known"])
 
 
 def make_mesh_of(config: Config, device: torch.device) -> DeviceMesh | None:

@@ -38,8 +38,11 @@ class StateCheck:
 
     def __init__(self, run: RunContext, shards: Callable[[], Iterable[TensorShard]]) -> None:
         training = run.config.training
-        self._every, self._takes_majority = training.check_replicas_every, training.corrupt_replicas == "majority"
-        self._shards, self._world, self._say = shards, run.world, run.progress.warn
+        self._every = training.check_replicas_every
+        self._takes_majority = training.corrupt_replicas == "majority"
+        self._shards = shards
+        self._world = run.world
+        self._say = run.progress.warn
         self._hosts: list[str] = []
         self._lone: set[str] = set()
         self._noted: dict[str, int] = {}  # checksums since an update
@@ -56,7 +59,8 @@ class StateCheck:
         """Checks that the state is still as noted. Not collective; raises CorruptStateError on this rank alone."""
         if not self._noted:
             return
-        noted, self._noted = self._noted, {}
+        noted = self._noted
+        self._noted = {}
         wrong = [place for place, shard in self._lone_shards() if noted.get(place) != fingerprint(shard.tensor)]
         if wrong:
             where = f"on rank {self._world.rank} ({socket.gethostname()})"

@@ -40,7 +40,8 @@ def choose_backends(config: Config) -> str:
 
     Raises SlipstreamError where `runtime.transport` asks for one that can't."""
     backend = choose_backend(config.runtime.transport, choose_device_type(config), count_local_ranks(config))
-    return "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo"  # which connects both
+    # Gloo connects processors and GPUs.
+    return "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo"
 
 
 def sharing_here(config: Config) -> str:
@@ -56,7 +57,8 @@ def describe_device(config: Config) -> str:
 def describe_run(config: Config) -> str:
     """Returns a line on choices that a configuration may have left open: the mesh, the device, the precision,
     checkpoints, and where results go."""
-    device, every = choose_device_type(config), config.checkpoint.every
+    device = choose_device_type(config)
+    every = config.checkpoint.every
     saves = "none" if every == 0 else every if every == "auto" else f"every {plural(every or 0, 'step')}"
     saves = "at the end, and once it has trained for ten minutes" if every is None else saves
     return (
@@ -70,7 +72,7 @@ def share_of_gpu(config: Config) -> float:
     return min(1.0, torch.cuda.device_count() / count_local_ranks(config)) if sharing_here(config) else 1.0
 
 
-_ROOM = 0.95  # of a device's memory, which fragments and libraries leave to a plan
+_ROOM = 0.95  # the share of a device's memory beside fragments and libraries
 
 
 def memory_of_a_rank(config: Config) -> float:

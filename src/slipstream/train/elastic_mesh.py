@@ -1,4 +1,4 @@
-"""The mesh of a run whose number of processes changes: which one so many can form, and which local ones are lost."""
+"""The mesh of a run whose number of processes changes: the one that they can form, and which local ones are lost."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from slipstream.units import table_text
 
 
 def mesh_of_processes(config: Config, num_processes: int) -> Config:
-    """Returns the configuration with the mesh that so many processes form, at most the configured one.
+    """Returns the configuration with the mesh that this number of processes forms, at most the configured one.
 
     Replicas go first, then there are fewer stages, by what divides their number: the first mesh that the configuration
     allows. Ranks that share layers or tokens stay as many. Some processes may be left over.
@@ -51,7 +51,8 @@ def mesh_settings(config: Config) -> list[str]:
 
 def _smaller_sizes(config: Config, num_processes: int) -> Iterator[tuple[int, int]]:
     """Yields numbers of pipeline ranks and of replicas for which there are enough processes, the best first."""
-    most, replicas = config.pipeline.num_ranks, config.parallel.data
+    most = config.pipeline.num_ranks
+    replicas = config.parallel.data
     sharing = config.num_processes // (most * replicas)
     for stages in (divisor for divisor in range(most, 0, -1) if most % divisor == 0):
         for num_replicas in range(min(replicas, num_processes // (stages * sharing)), 0, -1):
@@ -61,7 +62,8 @@ def _smaller_sizes(config: Config, num_processes: int) -> Iterator[tuple[int, in
 def _num_microbatches(config: Config, replicas: int) -> int:
     """Returns how many microbatches a replica has, so that each has about as many rows as with all replicas: a rank's
     memory, and the rows of an auxiliary loss's mean, stay the same."""
-    pipeline, rows = config.pipeline, config.training.batch_size
+    pipeline = config.pipeline
+    rows = config.training.batch_size
     configured = pipeline.num_microbatches
     if config.training.batch_tokens is not None or pipeline.schedule.endswith(".txt"):
         return configured
@@ -89,7 +91,8 @@ def described_change(
     """
     if (was := facts["mesh"]) == mesh:
         return ""
-    before, now = facts["settings"]["pipeline"], config.pipeline
+    before = facts["settings"]["pipeline"]
+    now = config.pipeline
     slices_before = (facts["tuned"] or {}).get("slices", before["slices"])
     are_given = before["microbatches"] is not None, now.microbatches is not None
     microbatches = [str(section["num_microbatches"]) for section in (before, now.model_dump())]
@@ -137,9 +140,12 @@ class LocalPlaces:
     """
 
     def __init__(self, run: RunFolder, number: int) -> None:
-        self._own, self._folder, self._number = run.own, run.lost, number
-        self._lost, self._unwritten = set[int](), set[int]()
-        self._sizes = dict[int, int]()  # of the mesh of so many processes
+        self._own = run.own
+        self._folder = run.lost
+        self._number = number
+        self._lost = set[int]()
+        self._unwritten = set[int]()
+        self._sizes = dict[int, int]()  # the size of the mesh by the number of processes
         self.forget()
 
     def forget(self) -> None:

@@ -18,10 +18,10 @@ from slipstream.foreign_text import parse_yaml, read_text
 from slipstream.launch import Progress
 from slipstream.model import MANY_TOKENS, check_length, load_config, longest_sequence
 from slipstream.options import Precision, Runtime
-from slipstream.pipeline import Pipeline
-from slipstream.pipeline.pipeline_options import SequenceLoss
+from slipstream.pipeline import Pipeline, SequenceLoss
 from slipstream.train.config import Config, PreferenceSection, SourceSection, precision_named
-from slipstream.train.config.run_config import parse_config, set_override
+from slipstream.train.config.config_values import parse_config
+from slipstream.train.config.overrides import set_override
 from slipstream.train.data import (
     BatchSize,
     HeldOutBatches,
@@ -35,14 +35,8 @@ from slipstream.train.data.chat_templates import ChatTemplate
 from slipstream.train.data.open_source import OpenSource
 from slipstream.train.data.tokenised_text import Array
 from slipstream.train.export import OpenedModel
-from slipstream.train.preferences import (
-    kept_reference,
-    log_probabilities,
-    mean_rewards,
-    preference_loss,
-    sums_of_pairs,
-    with_lengths,
-)
+from slipstream.train.preferences import mean_rewards, preference_loss, sums_of_pairs, with_lengths
+from slipstream.train.reference import kept_reference, log_probabilities
 from slipstream.train.run_folder import RunFolder
 from slipstream.train.training_step import Evaluator
 from slipstream.units import plural
@@ -84,7 +78,8 @@ def evaluate_model(opened: OpenedModel, request: EvaluationRequest, progress: Pr
     texts = _read(config, opened, request, progress)
     lengths = [length for text in texts for length in text.lengths.tolist()]
     precision = config if opened.run is not None else None
-    longest, num_pairs = min(max(lengths), config.training.seq_len), len(lengths) // 2
+    longest = min(max(lengths), config.training.seq_len)
+    num_pairs = len(lengths) // 2
     loss_fn = None if config.preference is None else preference_loss(config.preference)
 
     def loaded(path: str) -> Evaluator:
@@ -199,7 +194,7 @@ def _settings_in(run: RunFolder) -> dict[str, Any]:
 
 # The settings that an evaluation takes over from a run; it has one process, and trains nothing.
 _TAKEN_OVER = ("model", "data", "preference", "training")
-_OF_A_VALIDATION = ("batch_size", "batch_tokens", "eval_batches")  # of the held-out text that is evaluated
+_OF_A_VALIDATION = ("batch_size", "batch_tokens", "eval_batches")  # settings of an evaluation of held-out text
 
 
 def settings_of_run(run: RunFolder, file: str | None, seq_len: int | None, typed: Sequence[str]) -> Config:
@@ -213,7 +208,8 @@ def settings_of_run(run: RunFolder, file: str | None, seq_len: int | None, typed
     if sources := data.pop("sources", None):
         data |= {name: value for name, value in sources[0].items() if name in SourceSection.model_fields}
     if file is not None and not (data.get("dataset") or any(word.startswith("--data.dataset=") for word in typed)):
-        check_file(Path(file))  # of a data set it may be the name of a split
+        # Of a data set the value may be the name of a split.
+        check_file(Path(file))
     # The template of the run is in its tokenizer; the file may be gone.
     data |= {"streaming": False, "chat_template": None}
     values["data"] = data | ({} if file is None else {"validation": file})
@@ -314,7 +310,8 @@ def _check_finite(pipe: Pipeline, found: float) -> None:
 
 def _chosen(sequences: TrainingSequences, config: Config, progress: Progress) -> Sequence[int]:
     """Returns the numbers of the sequences that a validation takes, which may be some of them."""
-    limit, total = config.training.eval_batches, sequences.num_sequences
+    limit = config.training.eval_batches
+    total = sequences.num_sequences
     if limit is None:
         return range(total)
     batches = HeldOutBatches(sequences, BatchSize.of(config.training)).chosen(limit)
@@ -331,12 +328,15 @@ def _batches(
 ) -> Iterator[TokenBatch]:
     """Yields the documents, several together where they have at most `room` tokens. `show` gets the number of tokens
     that are done."""
-    documents, size, done = list[tuple[Array, Array]](), 0, 0
+    documents = list[tuple[Array, Array]]()
+    size = 0
+    done = 0
     for document in all_documents:
         if documents and size + len(document[0]) > room:
             yield TokenBatch.of_documents(documents)
             show(done := done + size)
-            documents, size = [], 0
+            documents = []
+            size = 0
         documents.append(document)
         size += len(document[0])
     if documents:

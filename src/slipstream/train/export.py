@@ -20,23 +20,26 @@ from slipstream.launch import Progress, temporary_folder
 from slipstream.model import (
     check_length,
     load_config,
+    merged_with_base,
     meta_model,
+    quiet_transformers,
+    read_generation,
+    state_misfits,
     tied_names,
     torch_dtype,
     trust_remote_code,
     whole_pretrained_model,
+    write_model,
 )
-from slipstream.model.toy import quiet_transformers
 from slipstream.parallel import ParameterShare, RankGroup
-from slipstream.pipeline.saving import describe_model
-from slipstream.pipeline.weights import merged_with_base, read_generation, state_misfits, write_model
+from slipstream.pipeline import describe_model
 from slipstream.train.config import LoraSection, ModelSection, precision_named
 from slipstream.train.data import load_tokenizer
 from slipstream.train.data.chat_templates import ChatTemplate
 from slipstream.train.run_folder import RunFolder
 from slipstream.train.run_state import differs
 
-_PREFIX = "model."  # of the parameters' keys; the optimizer's begin with another
+_PREFIX = "model."  # the beginning of the parameters' keys
 
 
 def check_export_folder(output: Path, run: RunFolder) -> None:
@@ -103,7 +106,8 @@ def _whole_state(run: RunFolder, saved: SavedCheckpoint, config: PretrainedConfi
     """
     if saved.facts["settings"]["lora"] is not None:
         return _merged_state(run, saved, config)
-    model, state = meta_model(config), _read_parameters(run, saved)
+    model = meta_model(config)
+    state = _read_parameters(run, saved)
     if misfits := state_misfits(model, state):
         raise SlipstreamError(
             f"{saved.folder} isn't a checkpoint of {type(model).__name__} in {run.inputs}, which would load it with "
@@ -250,7 +254,7 @@ class OpenedModel:
     path: str
     tokenizer: Any  # transformers.PreTrainedTokenizerBase
     trusts_code: bool
-    run: RunFolder | None = None  # that has left it
+    run: RunFolder | None = None  # the run that exported the model
 
 
 @contextmanager

@@ -35,7 +35,8 @@ from slipstream.foreign_text import parse_json, read_text
 from slipstream.own_files import OwnFolder, link_advice
 
 FOLDER = "slipstream-run"  # visible, so that it is copied with the rest
-_BOOT, _NAMESPACE = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+_NAMESPACE = Path("/proc/self/ns/pid")
 
 _held: dict[str, str] = {}  # the keys of the owners as which this process writes, by the output folder
 
@@ -59,17 +60,18 @@ def work_folder(output: Path) -> Path:
 class FolderOwner:
     """A process, where and since when it runs."""
 
-    key: str  # of this owner alone
+    key: str  # a random text, unique to this owner
     host: str
     process: int
-    machine: str  # where processes have these numbers: the boot and the namespace; "" where that isn't known
+    machine: str  # the boot and the namespace of the process's number; "" where unknown
     started: int  # when the process began, in ticks since its machine's boot: a clock may be set
     since: str  # when it took the folder, for people
 
     @classmethod
     def here(cls) -> FolderOwner:
         """Returns this process."""
-        machine, now = _machine(), datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
+        machine = _machine()
+        now = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
         started = _state_and_start(os.getpid())[1] if machine else 0
         return cls(uuid.uuid4().hex, socket.gethostname(), os.getpid(), machine, started, now)
 
@@ -139,11 +141,15 @@ class FolderLock:
         beat_seconds: float = BEAT_SECONDS,
         stale_seconds: float = STALE_SECONDS,
     ) -> None:
-        self._output, self._folder, self._say, self._end = folder, folder / FOLDER, say, end
+        self._output = folder
+        self._folder = folder / FOLDER
+        self._say = say
+        self._end = end
         self._own = OwnFolder(folder)
-        self._beat_seconds, self._stale_seconds = beat_seconds, stale_seconds
+        self._beat_seconds = beat_seconds
+        self._stale_seconds = stale_seconds
         self._owner = FolderOwner.here()
-        self._number = 0  # of this owner; 0 while the lock isn't held
+        self._number = 0  # this owner's; 0 while the lock isn't held
         self._is_joined = False
         self._write_again: Callable[[], None] = lambda: None
         self._remaking = threading.Lock()
@@ -214,7 +220,9 @@ class FolderLock:
         if owner is None or owner.key != key:
             self._end(f"{owner or 'another run'} has taken over training.output={self._output}; this run ends")
             return
-        self._number, self._owner, self._is_joined = owner_number, owner, True
+        self._number = owner_number
+        self._owner = owner
+        self._is_joined = True
         self._hold(beats)
 
     def release(self) -> None:
@@ -226,7 +234,8 @@ class FolderLock:
             self._thread.join()
         write_as(None, self._output)
         if not self._is_joined and self._newest() == (self._number, self._owner):
-            with suppress(OSError):  # in one step, as others read it at any time
+            # In one step, as others may read it at any time
+            with suppress(OSError):
                 part = self._file(self._number).with_suffix(".part")
                 self._own.remove(part)
                 with self._own.open(part, "x") as file:
@@ -319,11 +328,13 @@ class FolderLock:
         """Returns whether an owner's heartbeat is seen within some seconds."""
         if owner.has_ended():
             return False
-        first, deadline = self._touched(number), time.monotonic() + seconds
+        first = self._touched(number)
+        deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and not owner.has_ended():
             time.sleep(min(0.1, self._beat_seconds))
             if self._touched(number) != first:
-                return self._newest()[1] is not None  # it may have been released
+                # The lock may have been released meanwhile.
+                return self._newest()[1] is not None
         return False
 
     def _beat(self) -> None:
@@ -359,7 +370,8 @@ class FolderLock:
             return newest, None if values is None else FolderOwner(**values)
         except FileNotFoundError:
             return newest, None
-        except (OSError, ValueError, TypeError):  # it is just being written, or is nothing that a run has written
+        # The file is just being written, or no run has written it.
+        except (OSError, ValueError, TypeError):
             return newest, _UNKNOWN
 
     def _numbers(self) -> list[int]:

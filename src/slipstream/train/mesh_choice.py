@@ -12,28 +12,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
-import torch
-import torch.distributed as dist
-
 from slipstream.cost import MeasuredCosts, Profile
 from slipstream.errors import SlipstreamError
-from slipstream.launch import Progress
-from slipstream.parallel import RankGroup, Ranks
-from slipstream.pipeline.families.causal_lm import CausalLMFamily
-from slipstream.pipeline.pipeline_options import PipelineOptions
-from slipstream.pipeline.tuning import held_bytes, profile_of, seconds_after
+from slipstream.parallel import Ranks
+from slipstream.pipeline import PipelineOptions, held_bytes, profile_of, seconds_after
 from slipstream.planning.plan_file import rounded
 from slipstream.train.config import Config, dump_config
-from slipstream.train.configured_pipeline import make_mesh_of, source_of
-from slipstream.train.data import TrainingSequences
-from slipstream.train.data.streams import load_sequences
+from slipstream.train.configured_pipeline import make_mesh_of
 from slipstream.train.device_choice import memory_of_a_rank
-from slipstream.train.planned_start import expected_batch
 from slipstream.train.preflight import first_mesh, possible_meshes
+from slipstream.train.recorded_plan import expected_batch
+from slipstream.train.run_context import RunContext
 from slipstream.units import bytes_text, seconds_text, table_text
 
-_EFFORT = 0.2  # of the search for a run: which mesh is best is soon clear
-_REDUCTIONS = 4  # of a layer's output between tensor ranks, in a forward and a backward
+_EFFORT = 0.2  # the share of the effort of a run's own search
+_REDUCTIONS = 4  # all-reduces of a layer's output in a forward and a backward
 _ALIKE = 1.02  # times the shortest planned step: plans are off by as much
 
 
@@ -62,7 +55,9 @@ class PlannedMesh:
         bandwidth: 0 where it isn't known."""
         if self.profile is None or self.profile.link is None:
             return 0.0
-        tensor, pipeline, training = config.parallel.tensor, config.pipeline, config.training
+        tensor = config.parallel.tensor
+        pipeline = config.pipeline
+        training = config.training
         rows = training.batch_size / config.parallel.data / self.profile.microbatch_size
         own = MeasuredCosts(replace(self.profile, degrees=config.parallel.degrees)).message_bytes(training.seq_len)
         sent = float(own) * 2 * (tensor - 1) / tensor
@@ -74,26 +69,28 @@ class PlannedMesh:
         return self.config.mesh_text, *took, self.obstacle
 
 
-def choose_mesh(config: Config, device: torch.device, progress: Progress) -> Config:
-    """Returns the configuration with the best mesh, which it writes to the run's folder. Collective.
+def choose_mesh(run: RunContext) -> None:
+    """Gives the run's configuration the best mesh, and writes it to the run's folder. Collective.
 
     Raises SlipstreamError where nothing fits the memory of the devices.
     """
+    config = run.config
+    world = run.world
+    progress = run.progress
     if not config.plan.open:
-        return config
-    world, folder = RankGroup(dist.group.WORLD), config.folder
-    model_config = source_of(config).config
+        return
+    model_config = run.source.config
     first: Config = world.run_on_leader(lambda: first_mesh(config, model_config))
     if not first.plan.open:
-        return first
-    sequences = load_sequences(config, folder.inputs, progress.warn)
+        run.config = first
+        return
     tried: list[PlannedMesh] = []
     for option in world.run_on_leader(lambda: [*possible_meshes(config, model_config)]):
         best = min((mesh for mesh in tried if not mesh.obstacle), key=lambda mesh: mesh.seconds, default=None)
         if best and option.parallel.tensor > best.config.parallel.tensor and best.least_seconds(option) >= best.seconds:
             tried.append(PlannedMesh(option, obstacle=f"at least {seconds_text(best.least_seconds(option))}"))
         else:
-            tried.append(_planned(option, sequences, device, progress))
+            tried.append(_planned(run, option))
     fitting = sorted((mesh for mesh in tried if not mesh.obstacle), key=lambda mesh: mesh.seconds)
     if not fitting:
         least = min(tried, key=lambda mesh: mesh.held or inf)
@@ -106,9 +103,9 @@ def choose_mesh(config: Config, device: torch.device, progress: Progress) -> Con
     plan = config.plan.model_copy(update={"open": [], "predicted": {"meshes": meshes}})
     chosen = fitting[0].config.model_copy(update={"plan": plan})
     if world.rank == 0:
-        with folder.replaced(folder.config) as part:
+        with run.folder.replaced(run.folder.config) as part:
             part.write_text(dump_config(chosen), encoding="utf-8")
-    return chosen
+    run.config = chosen
 
 
 def preferred(steps: Sequence[tuple[float, int]]) -> int:
@@ -124,21 +121,25 @@ def mesh_table(meshes: Sequence[PlannedMesh]) -> str:
     return table_text([("mesh", "step", "fullest rank", ""), *(mesh.row() for mesh in meshes)])
 
 
-def _planned(config: Config, sequences: TrainingSequences, device: torch.device, progress: Progress) -> PlannedMesh:
-    """Returns the mesh's best plan, from costs that are measured here unless they are known. Collective."""
+def _planned(run: RunContext, config: Config) -> PlannedMesh:
+    """Returns the best plan of the run with another mesh, from costs that are measured here unless they are known.
+    Collective."""
+    progress = run.progress
+    device = run.device
     progress.say(f"planning {config.mesh_text}")
     ranks = Ranks.of(make_mesh_of(config, device))
-    expected = replace(expected_batch(config, sequences, progress), effort=_EFFORT)
+    expected = replace(expected_batch(config, run.sequences, progress), effort=_EFFORT)
     options = PipelineOptions(**config.pipeline_options() | {"seq_len": expected, "device": device})
     options = replace(options, runtime=config.runtime.model_copy(update={"self_check": False}))
     try:
-        family = CausalLMFamily(source_of(config), options, ranks, device)
+        family = run.family_on(options, ranks)
         request = family.start_request(config.pipeline.num_ranks, expected)
         plan, _ = family.plan(config.pipeline.num_ranks, progress.say)
     except SlipstreamError as error:
         return PlannedMesh(config, obstacle=str(error))
     copies = ranks.copies.size
     after = seconds_after(plan, copies, copies if config.parallel.shard != "none" else 1)
-    held, room = held_bytes(plan, request), memory_of_a_rank(config)
+    held = held_bytes(plan, request)
+    room = memory_of_a_rank(config)
     obstacle = f"{bytes_text(held - room)} more than the {bytes_text(room)} of a rank" if held > room else ""
     return PlannedMesh(config, plan.seconds + after, plan.ideal, held, obstacle, profile_of(plan))

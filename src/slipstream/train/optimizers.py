@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from slipstream.errors import SlipstreamError, did_you_mean
 from slipstream.train.config import OptimizerSection
 
-_FIELDS = ("lr", "betas", "eps", "weight_decay")  # of the section, that are arguments of the class
+_FIELDS = ("lr", "betas", "eps", "weight_decay")  # settings that are arguments of the class
 
 
 # The last part of a bias's name; experts have theirs in one parameter, of two dimensions, such as gate_up_proj_bias.
@@ -145,7 +145,8 @@ def lr_ratio(step: int, num_steps: int, settings: OptimizerSection) -> float:
 
 def check_schedule(settings: OptimizerSection, num_steps: int) -> None:
     """Raises SlipstreamError where there is no such schedule, it doesn't take its arguments, or leads below zero."""
-    name, args = settings.schedule, settings.schedule_args
+    name = settings.schedule
+    args = settings.schedule_args
     taken = [] if name in _OWN else [argument for argument in _signature(name) if argument not in _FROM_RUN]
     if unknown := [argument for argument in args if argument not in taken]:
         takes = f"it takes {', '.join(taken)}" if taken else "it takes none"
@@ -154,7 +155,8 @@ def check_schedule(settings: OptimizerSection, num_steps: int) -> None:
     try:
         ratio = make_scheduler(optimizer, settings, num_steps).lr_lambdas[0]
         rates = [float(ratio(step)) for step in {*range(min(num_steps, 1000)), settings.warmup_steps, num_steps}]
-    except Exception as error:  # of arguments of any type
+    # Arguments may be of any type, and so may what a class raises.
+    except Exception as error:
         arguments = f" (it takes {', '.join(taken)})" if taken else ""
         raise SlipstreamError(
             f"optimizer.schedule={name} can't be used: {error}; change optimizer.schedule_args={args}{arguments}"
@@ -187,7 +189,7 @@ Reach = Literal["element", "parameter", "model"]
 
 # By number of dimensions; above the sizes from which known optimizers factor (128) or quantise (4096 elements) a state.
 _SHAPES = {0: (), 1: (4160,), 2: (160, 144), 3: (3, 160, 144), 4: (2, 2, 40, 36)}
-_SCALES = (1.0, 10.0, 0.1, 3.0, 1.0, 0.01, 1.0, 2.0)  # of the gradients of each step
+_SCALES = (1.0, 10.0, 0.1, 3.0, 1.0, 0.01, 1.0, 2.0)  # the gradients of each step, by these factors
 _BOUNDS = {torch.float64: 1e-9, torch.float32: 1e-4}  # up to which values are equal, as a share of the largest
 
 
@@ -219,7 +221,8 @@ def try_optimizer(settings: OptimizerSection, dims: Collection[int]) -> Optimize
     with torch.random.fork_rng(devices=[]):
         try:
             return _Trial(settings, dims, torch.float64).traits()
-        except Exception:  # of a class that anybody may have written; some know float32 alone
+        # Anybody may have written the class; some know float32 alone.
+        except Exception:
             try:
                 return _Trial(settings, dims, torch.float32).traits()
             except Exception as error:
@@ -243,7 +246,8 @@ class _Trial:
     """Some steps on the same gradients, of tensors together, each alone, and cut."""
 
     def __init__(self, settings: OptimizerSection, dims: Collection[int], dtype: torch.dtype) -> None:
-        self._settings, self._bound = settings, _BOUNDS[dtype]
+        self._settings = settings
+        self._bound = _BOUNDS[dtype]
         generator = torch.Generator().manual_seed(0)
         shapes = [_SHAPES[ndim] for ndim in sorted({min(ndim, max(_SHAPES)) for ndim in dims})]
         self._toys = [

@@ -18,8 +18,7 @@ from slipstream.checkpoint import Checkpoints, SavedCheckpoint, TensorShard
 from slipstream.errors import NonFiniteError, RankFailedError
 from slipstream.own_files import OwnFolder
 from slipstream.parallel import RankGroup
-from slipstream.pipeline import Pipeline
-from slipstream.pipeline.saving import describe_model
+from slipstream.pipeline import Pipeline, describe_model
 from slipstream.train.bad_steps import BadSteps
 from slipstream.train.metrics import SaveRecord
 from slipstream.train.run_context import RunContext
@@ -65,8 +64,11 @@ class RunCheckpoints:
     """
 
     def __init__(self, run: RunContext, written: Callable[[SaveRecord], None]) -> None:
-        section, folder = run.config.checkpoint, run.folder
-        self._run, self._wanted, self._written = run, section.resume, written
+        section = run.config.checkpoint
+        folder = run.folder
+        self._run = run
+        self._wanted = section.resume
+        self._written = written
         self.stored = Checkpoints(
             folder.checkpoints,
             run.world,
@@ -78,7 +80,8 @@ class RunCheckpoints:
         )
         self.interval = SaveInterval(section.every, section.failures_per_day, run.world)
         self.has_one_at_the_end = self.interval.has_one_at_the_end or section.keep_best
-        if run.world.rank == 0:  # also where none is to be saved: a run that is asked to stop saves one
+        # Also where none is to be saved, as a run that is asked to stop saves one
+        if run.world.rank == 0:
             folder.listed.add_folder(folder.checkpoints)
         if self.has_one_at_the_end:
             self.stored.prepare()
@@ -115,9 +118,11 @@ class RunCheckpoints:
         if saved is None:
             return None
         state = parts.state
-        step, num_samples = state.step, state.num_samples
+        step = state.step
+        num_samples = state.num_samples
         parts.load(self.stored, saved)
-        state.step, state.num_samples = step, num_samples
+        state.step = step
+        state.num_samples = num_samples
         return saved.step
 
     def load_best(self, parts: CheckpointedParts) -> int:
@@ -222,7 +227,8 @@ class SaveInterval:
     """
 
     def __init__(self, every: int | Literal["auto"] | None, failures_per_day: float, world: RankGroup) -> None:
-        self._every, self._world = every, world
+        self._every = every
+        self._world = world
         self._between_failures = _SECONDS_OF_A_DAY / failures_per_day
         self._steps, self._costs, self._writes = (deque[float](maxlen=_REMEMBERED) for _ in range(3))
         self._next, self._trained = 0, 0.0

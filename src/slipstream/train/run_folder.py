@@ -98,7 +98,8 @@ class RunFolder:
         """Returns something in the way that no run has listed as its own, or a model that somebody put here; None where
         there is nothing. `adopts_checkpoints`: whether those that were copied here are to be resumed from."""
         model_files = [self.path / "config.json", *sorted(self.path.glob("*.safetensors"))]
-        if adopts_checkpoints:  # which go on with it
+        # Resumed runs go on with the checkpoints.
+        if adopts_checkpoints:
             model_files = [file for file in model_files if file != self.reference]
         folders = [*self.exports(), self.inputs, self.tensorboard, *([] if adopts_checkpoints else [self.checkpoints])]
         results = (self.schedule, self.timeline, self.perfetto, self.comparison)
@@ -138,7 +139,9 @@ class ListedFiles:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._file, self._own = folder, folder / FOLDER / _FILE, OwnFolder(folder)
+        self._folder = folder
+        self._file = folder / FOLDER / _FILE
+        self._own = OwnFolder(folder)
 
     def add(self, *paths: Path) -> None:
         """Lists files that are about to be written; so a run that is killed in between leaves nothing unlisted."""
@@ -181,7 +184,8 @@ class ListedFiles:
 
     def remove(self) -> None:
         """Removes all that is listed, and folders that this leaves empty."""
-        names, folders = self._names(), self.folders()
+        names = self._names()
+        folders = self.folders()
         removed = work_folder(self._folder) / "removed"  # into which no rename leads once another run has the folder
         for name in sorted(names):
             path = self._folder / name
@@ -190,7 +194,8 @@ class ListedFiles:
                 self._own.move(path, removed / "it")
                 self._own.remove(removed)
         for parent in folders:
-            with suppress(OSError):  # it isn't empty, or isn't there
+            # A folder that isn't empty stays, and one may not be there.
+            with suppress(OSError):
                 self._own.remove_empty(parent)
         self._write(set())
 
@@ -241,7 +246,8 @@ def read_lines(path: Path, damaged: list[Any] | None = None) -> Iterator[dict[st
     """
     for line in path.read_bytes().splitlines(keepends=True) if path.is_file() else ():
         record = None
-        with suppress(ValueError):  # also of text that isn't UTF-8
+        # The text may not even be UTF-8.
+        with suppress(ValueError):
             record = parse_json(line)
         if isinstance(record, dict) and line.endswith(b"\n"):
             yield record

@@ -13,8 +13,8 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from slipstream.checkpoint import describe_non_finite, is_finite
 from slipstream.errors import NonFiniteError
 from slipstream.keyed_draws import keyed_seed
+from slipstream.model import read_generation, write_generation
 from slipstream.pipeline import Pipeline
-from slipstream.pipeline.weights import read_generation, write_generation
 from slipstream.timeline import Timeline, draw_timelines, save_trace
 from slipstream.train.data import load_tokenizer
 from slipstream.train.export import OpenedModel, TextWriter
@@ -50,11 +50,13 @@ def export_model(run: RunContext, pipe: Pipeline, folder: Path) -> None:
 
 def has_room(run: RunContext, folder: Path, needed: int) -> bool:
     """Returns whether rank 0's disk has as many bytes left; says that `folder` is left out where not. Collective."""
-    path = run.folder.path  # it may have been removed
+    # The folder may have been removed.
+    path = run.folder.path
     there = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
     free = int(run.world.gather(shutil.disk_usage(there).free)[0])
     if free < needed:
-        need, have = bytes_text(needed), bytes_text(free)
+        need = bytes_text(needed)
+        have = bytes_text(free)
         run.progress.warn(f"{folder.name} is left out: checkpoints and it may need {need}, and the disk has {have}")
     return free >= needed
 
@@ -63,7 +65,8 @@ def export(run: RunContext, pipe: Pipeline, folder: Path, merged: bool = True) -
     """Writes the whole model and its tokenizer to `folder` inside of the run's, as
     `AutoModelForCausalLM.from_pretrained` loads them; of an adapter, unless `merged`, that alone. Collective.
 
-    The folder gets its name when all of it is there; one of that name, of before the run was resumed, goes then.
+    The folder gets its name when all of it is there. An older one of that name, from before the run was
+    resumed, is then removed.
 
     Raises:
         NonFiniteError: on all ranks, where a weight isn't finite.
@@ -92,10 +95,12 @@ def _clear(run: RunFolder, *folders: Path) -> None:
 
 def _complete(run: RunFolder, part: Path, before: Path, folder: Path, trusts_code: bool) -> None:
     """Adds the tokenizer, and gives the folder its name; the former one is `before` until then."""
-    if run.inputs.exists():  # else somebody has removed the folder while the run was at work
+    # Otherwise somebody has removed the folder while the run was at work.
+    if run.inputs.exists():
         load_tokenizer(str(run.inputs), trusts_code).save_pretrained(part)
         generation = read_generation(run.inputs)
-        if generation is not None and (part / GENERATION_CONFIG_NAME).exists():  # where it isn't an adapter alone
+        # An adapter alone has no such file.
+        if generation is not None and (part / GENERATION_CONFIG_NAME).exists():
             write_generation(part, generation)
     for file in filter(Path.is_file, part.rglob("*")):
         with file.open("rb") as written:
@@ -113,9 +118,11 @@ def sample_in_training(run: RunContext, pipe: Pipeline, step: int) -> SampleReco
 
     Each token is drawn from the logits of a forward of all before it; `training.seed` and the step decide the draws.
     """
-    sample, tokenizer = run.config.sample, load_tokenizer(str(run.folder.inputs), run.config.model.trust_remote_code)
+    sample = run.config.sample
+    tokenizer = load_tokenizer(str(run.folder.inputs), run.config.model.trust_remote_code)
     prompt_tokens: list[int] = tokenizer(sample.prompt, verbose=False)["input_ids"]
-    tokens, generator = list(prompt_tokens), torch.Generator().manual_seed(keyed_seed(run.config.training.seed, step))
+    tokens = list(prompt_tokens)
+    generator = torch.Generator().manual_seed(keyed_seed(run.config.training.seed, step))
     copies = max(1, run.config.pipeline.num_microbatches)  # each microbatch needs a sequence
     while len(tokens) - len(prompt_tokens) < sample.max_new_tokens:
         with autocast(run.config, run.device):
@@ -137,7 +144,9 @@ def _draw(logits: Tensor, temperature: float, generator: torch.Generator) -> int
 
 def write_sample(run: RunContext, pipe: Pipeline) -> None:
     """Lets rank 0 load the export and continue the prompt, if there is one."""
-    sample, model, trusts_code = run.config.sample, run.folder.model, run.config.model.trust_remote_code
+    sample = run.config.sample
+    model = run.folder.model
+    trusts_code = run.config.model.trust_remote_code
     if pipe.leads and sample.prompt is not None and (model / "tokenizer_config.json").exists():
         opened = OpenedModel(str(model), load_tokenizer(str(model), trusts_code), trusts_code)
         text = TextWriter.load(opened).write(

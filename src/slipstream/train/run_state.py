@@ -12,16 +12,26 @@ import numpy as np
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from slipstream.checkpoint import Checkpoints, SavedCheckpoint, TensorShard, kept_parts, load_training, training_shards
+from slipstream.checkpoint import (
+    Checkpoints,
+    SavedCheckpoint,
+    TensorShard,
+    decode,
+    describe_rule,
+    encode,
+    kept_parts,
+    load_training,
+    loop_facts,
+    training_shards,
+)
 from slipstream.errors import SlipstreamError
-from slipstream.parallel.gradients import LossScale
-from slipstream.pipeline import Pipeline
-from slipstream.pipeline.saving import decode, describe_model, describe_rule, encode, loop_facts
+from slipstream.pipeline import Pipeline, describe_model
 from slipstream.planner.ragged import StageRates
 from slipstream.profile import versions
 from slipstream.train.data import TokenisedText, TrainingSequences
 from slipstream.train.data.tokenised_text import Array
-from slipstream.train.planned_start import chosen_facts
+from slipstream.train.loss_scale import LossScale
+from slipstream.train.recorded_plan import chosen_facts
 from slipstream.train.run_context import RunContext
 
 _READ_AT_ONCE = 2**24  # tokens
@@ -58,7 +68,10 @@ class RunState:
     ) -> None:
         """`rates` are the stages', by which steps on documents of any length are planned, where they were measured."""
         self._settings = run.config.model_dump(mode="json")
-        self._pipe, self._scheduler, self._loss_scale, self._sequences = pipe, scheduler, loss_scale, sequences
+        self._pipe = pipe
+        self._scheduler = scheduler
+        self._loss_scale = loss_scale
+        self._sequences = sequences
         # An adapter belongs to these weights.
         self._base = describe_base(str(run.config.model.path)) if pipe.adapter is not None and pipe.leads else None
         self._rates = rates
@@ -68,7 +81,8 @@ class RunState:
 
     def facts(self) -> dict[str, Any]:
         """Returns the facts that a checkpoint keeps next to the tensors, as JSON can hold them."""
-        pipe, scheduler = self._pipe, self._scheduler
+        pipe = self._pipe
+        scheduler = self._scheduler
         samples = encode({"num_samples": self.num_samples}, "facts")
         rule = describe_rule(scheduler.optimizer, scheduler)
         return {
@@ -93,7 +107,8 @@ class RunState:
             SlipstreamError: if the checkpoint was trained on different data.
         """
         check_data(facts["data"], self._data)
-        self.step, self.num_samples = facts["step"], facts["num_samples"]
+        self.step = facts["step"]
+        self.num_samples = facts["num_samples"]
         if stream := facts["stream"]:
             self._sequences.go_to(stream)
         seed, num_steps = facts["loop"]["random_state"]
@@ -101,7 +116,8 @@ class RunState:
         self._pipe.refresh()
         self._loss_scale.load_state_dict(facts["loss_scale"])
         # The options of optimizer and schedule are the configuration's, which may have others than before.
-        scheduler, updates = self._scheduler, decode(facts["loop"]["scheduler"]["state"])["last_epoch"]
+        scheduler = self._scheduler
+        updates = decode(facts["loop"]["scheduler"]["state"])["last_epoch"]
         rates = [base * ratio(updates) for base, ratio in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
         same = {"lr_lambdas": [None] * len(rates)}
         scheduler.load_state_dict({"last_epoch": updates, "_step_count": updates + 1, "_last_lr": rates, **same})
@@ -165,7 +181,8 @@ def differs(saved: Mapping[str, Any] | None, path: str) -> bool:
 
 
 def _describe(file: Path) -> list[int]:
-    size, checksum = file.stat().st_size, 0
+    size = file.stat().st_size
+    checksum = 0
     with file.open("rb") as opened:
         for start in sorted({size * place // _PLACES for place in range(_PLACES)}):
             opened.seek(start)

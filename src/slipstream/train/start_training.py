@@ -50,7 +50,9 @@ def start_training(config: Config) -> None:
 
         join_run(config)
         return
-    progress, folder, num_ranks = Progress(make_console()), config.folder, config.num_processes
+    progress = Progress(make_console())
+    folder = config.folder
+    num_ranks = config.num_processes
     for module in _RUN_BY_RANKS:
         import_module(module)
     # before anything below starts threads or looks for GPUs
@@ -59,7 +61,7 @@ def start_training(config: Config) -> None:
         inputs = preflight(config, progress)
         if inputs.is_finished:
             return
-        with FolderLock(folder.path, progress.warn) as lock, _said_how_to_go_on(config, inputs.model_config):
+        with FolderLock(folder.path, progress.warn) as lock, _said_how_to_go_on(config, inputs.model.config):
             inputs.write()
             lock.on_removal(inputs.write_again)
             go_on_in(folder.log)
@@ -91,7 +93,8 @@ def _said_how_to_go_on(config: Config, model_config: Any) -> Iterator[None]:
             "with --checkpoint.resume=latest"
         ) from None
     except RankFailedError as error:
-        if "--checkpoint.resume" in str(error):  # it says it by itself
+        # The error says by itself how to go on.
+        if "--checkpoint.resume" in str(error):
             raise
         steps = CheckpointFolder(folder.checkpoints).steps()
         again = "Type the same command with --training.overwrite=true to begin again"
@@ -134,13 +137,18 @@ def launch_with_restarts(
             are left.
         SlipstreamError, NonFiniteError, StoppedRunError: of a rank; another start would end likewise.
     """
-    folder, max_restarts, failed_step = config.folder, config.training.max_restarts, None
-    places, resume = LocalPlaces(folder, config.num_processes), list[str]()
+    folder = config.folder
+    max_restarts = config.training.max_restarts
+    failed_step = None
+    places = LocalPlaces(folder, config.num_processes)
+    resume = list[str]()
     restart = without_progress = 0
     while True:
-        before, there = _contents(folder.metrics), places.there
+        before = _contents(folder.metrics)
+        there = places.there
         mesh = mesh_of_processes(config, len(there))
-        used, settings = there[: mesh.num_processes], [] if mesh is config else mesh_settings(mesh)
+        used = there[: mesh.num_processes]
+        settings = [] if mesh is config else mesh_settings(mesh)
         try:
             arguments = [str(folder.config), lock.key, *resume, *settings]
             launch_ranks(_RANK, arguments, used, server, partial(places.have_room_for_more, config, used))
@@ -162,7 +170,9 @@ def launch_with_restarts(
                     f"{error}; step {step} has failed twice, so the run is not started again"
                 ) from None
             without_progress = 0 if step is not None and step > (failed_step or 0) else without_progress + 1
-            failed_step, wait, why = step or failed_step, min(_LONGEST_WAIT, 2.0**without_progress), str(error)
+            failed_step = step or failed_step
+            wait = min(_LONGEST_WAIT, 2.0**without_progress)
+            why = str(error)
             how = f"restart in {wait:.0f} s" if lost else f"restart {restart} of {max_restarts} in {wait:.0f} s"
             if lost:
                 places.lose(lost, why.splitlines()[-1])
@@ -170,12 +180,14 @@ def launch_with_restarts(
         resume = ["--checkpoint.resume=last-good"]
         progress.warn(f"{why}\n{how}, from the last good checkpoint{_describe_mesh(config, places)}")
         sleep(wait)
-        with suppress(OSError):  # of a disk that fails the ranks will say more
+        # Of a disk that fails the ranks will say more.
+        with suppress(OSError):
             lock.make_again()
 
 
 def _check_enough(config: Config, places: LocalPlaces, error: RankFailedError) -> None:
-    num_there, least = len(places.there), config.training.min_ranks
+    num_there = len(places.there)
+    least = config.training.min_ranks
     if num_there < (least or 0):
         are = "1 of {} processes is" if num_there == 1 else f"{num_there} of {{}} processes are"
         raise RankFailedError(
@@ -187,9 +199,11 @@ def _describe_mesh(config: Config, places: LocalPlaces) -> str:
     """Returns the end of a sentence about the processes of the next start, which are named where not all are used."""
     if config.training.min_ranks is None:
         return ""
-    there, num_processes = places.there, config.num_processes
+    there = places.there
+    num_processes = config.num_processes
     mesh = mesh_of_processes(config, len(there))
-    idle, lost = there[mesh.num_processes :], [place for place in range(num_processes) if place not in there]
+    idle = there[mesh.num_processes :]
+    lost = [place for place in range(num_processes) if place not in there]
     parts = [f", with {mesh.num_processes} of {num_processes} processes as {mesh.mesh_text}"]
     if idle:
         parts.append(f"; {_named(idle)} without work")

@@ -11,19 +11,19 @@ from typing import Any
 from slipstream.errors import RankFailedError, StoppedRunError
 from slipstream.launch import StopRequest
 from slipstream.number_format import PRECISIONS
-from slipstream.parallel.gradients import LossScale
 from slipstream.timeline import Timeline
 from slipstream.train.bad_steps import BadSteps
 from slipstream.train.configured_pipeline import make_pipeline
 from slipstream.train.corruption import StateCheck
-from slipstream.train.data import BatchSize, TokenBatch, TokenisedText, load_texts, sequences_of
-from slipstream.train.data.streams import load_sequences
+from slipstream.train.data import BatchSize, TokenBatch, TokenisedText, load_texts
 from slipstream.train.elastic_mesh import described_change, with_mesh_of
+from slipstream.train.loss_scale import LossScale
 from slipstream.train.metrics import Reporter, StepRecord
 from slipstream.train.optimizers import make_optimizer, make_scheduler
-from slipstream.train.planned_start import record_plan, start_settings
-from slipstream.train.preferences import load_with_reference, mean_rewards, reward_sums, with_reference_point
+from slipstream.train.preferences import mean_rewards, reward_sums, with_reference_point
 from slipstream.train.preflight import simulated_ratio
+from slipstream.train.recorded_plan import record_plan, start_settings
+from slipstream.train.reference import load_with_reference
 from slipstream.train.run_checkpoints import CheckpointedParts, RunCheckpoints
 from slipstream.train.run_context import RunContext
 from slipstream.train.run_folder import read_lines
@@ -52,19 +52,22 @@ class Trainer:
 
         Collective.
         """
-        self._run, self._stop = run, stop
-        config, training = run.config, run.config.training
+        self._run = run
+        self._stop = stop
+        config = run.config
+        training = run.config.training
         # 1. The run's beginning, and its training data.
         self._checkpoints = RunCheckpoints(run, written=lambda record: self._reporter.write(record))
         saved = self._checkpoints.find_start()
-        self._sequences = load_sequences(config, run.folder.inputs, run.progress.warn)
+        self._sequences = run.sequences
         self._batch_size = BatchSize.of(training)
         # 2. The model: as the run planned it before, as it plans now, or as it is given.
         settings = start_settings(run, self._sequences, saved)
         what = f"planning: what the model's parts cost, then the search; {_COMPILES}"
         with run.progress.waiting(what) if "seq_len" in settings else nullcontext():
-            self._pipe = make_pipeline(config, run.device, **settings)
-        plan, by_step = record_plan(run, self._pipe, self._sequences), self._sequences.packing == "none"
+            self._pipe = make_pipeline(config, run.device, run.model, **settings)
+        plan = record_plan(run, self._pipe, self._sequences)
+        by_step = self._sequences.packing == "none"
         # 3. Validation data, and the optimizer.
         self._validator = Validator(run, self._pipe, self._load_held_out(saved is not None))
         self._num_steps = count_steps(training, self._sequences)
@@ -89,7 +92,10 @@ class Trainer:
 
     def run(self) -> None:
         """Trains to the end, then draws the last step, exports the model and lets it write. Collective."""
-        run, pipe, timeline, state = self._run, self._pipe, None, self._state
+        run = self._run
+        pipe = self._pipe
+        timeline = None
+        state = self._state
         if self._is_tuning:
             run.progress.say(
                 "auto plans orders or slices at the first step, or once a few steps were timed where costs can't be "
@@ -141,7 +147,9 @@ class Trainer:
 
     def _say_what_changed(self, facts: Mapping[str, Any]) -> None:
         """Says as which mesh the run goes on, where that is another one, and how long its steps will take."""
-        run, config, pipe = self._run, self._run.config, self._pipe
+        run = self._run
+        config = self._run.config
+        pipe = self._pipe
         mesh = {axis: group.size for axis, group in pipe.axes.items()}
         if facts["mesh"] == mesh:
             return
@@ -165,13 +173,13 @@ class Trainer:
             return load_texts(self._run.folder.inputs, "validation")
         with watchdog_paused("computing the reference"):
             texts = load_with_reference(self._run, self._pipe, resumes)
-        packing, training, weights = config.data.packing, config.training, config.data.weights
-        self._sequences = sequences_of(texts["train"], packing, training.seq_len, training.seed, weights)
+        self._sequences.take(texts["train"])
         return texts["validation"]
 
     def _mean_sequences(self) -> tuple[float, float]:
         """Returns the mean tokens of the sequences that the model sees, and the mean number of them in a step."""
-        sequences, group_size = self._sequences, self._sequences.group_size
+        sequences = self._sequences
+        group_size = self._sequences.group_size
         return sequences.mean_length / group_size, self._batch_size.mean(sequences) * group_size
 
     def _steps_left(self) -> Iterator[int]:
@@ -217,7 +225,9 @@ class Trainer:
         raise StoppedRunError(f"{self._reporter.asked_to_stop} ended the run after step {step}; {where}")
 
     def _do_what_is_due(self, step: int) -> None:
-        training, section, is_best = self._run.config.training, self._run.config.checkpoint, False
+        training = self._run.config.training
+        section = self._run.config.checkpoint
+        is_best = False
         if self._validator.is_due(step, self._num_steps):
             with watchdog_paused("validating"):
                 record, is_best = self._validator.validate(step)
@@ -243,7 +253,9 @@ class Trainer:
 
     def _train_step(self, step: int) -> tuple[StepRecord, Timeline]:
         """Takes one step of the optimizer; returns its record and its timeline. Collective."""
-        run, state, is_trial = self._run, self._state, self._is_tuning
+        run = self._run
+        state = self._state
+        is_trial = self._is_tuning
         # 1. The batch.
         began = time.perf_counter()
         size = self._batch_size.at(self._sequences, state.num_samples)
@@ -253,14 +265,23 @@ class Trainer:
             batch = with_reference_point(Evaluator(self._pipe, run.config), batch)
         data_seconds = time.perf_counter() - began
         # 2. Forward, backward and update, unless the step is bad.
-        accepts = self._before_update, self._bad_steps.accepts
-        result = train_step(self._pipe, self._scheduler, batch, run.config, run.device, self._loss_scale, *accepts)
+        result = train_step(
+            self._pipe,
+            self._scheduler,
+            batch,
+            run.config,
+            run.device,
+            self._loss_scale,
+            self._before_update,
+            self._bad_steps.accepts,
+        )
         self._checkpoints.interval.note_step(result.seconds)
         # 3. The remedy for a bad step, and the run's place after it.
         samples = state.num_samples, state.num_samples + size
         bad = self._bad_steps.act(step, result.loss, result.grad_norm, samples, self._roll_back)
         result = result._replace(bad=bad, rewards=self._rewards(batch))
-        state.step, state.num_samples = step, state.num_samples + size
+        state.step = step
+        state.num_samples = state.num_samples + size
         if self._state_check.after_step(step):
             self._pipe.refresh()
         # 4. Its record.
@@ -281,8 +302,11 @@ class Trainer:
 
     def _mine(self, first: int, size: int) -> TokenBatch:
         """Returns this replica's part of a batch; the batch after it can be planned for."""
-        part, after = (self._pipe.replica, self._pipe.num_replicas), first + size
+        replica = self._pipe.replica
+        num_replicas = self._pipe.num_replicas
         if self._sequences.packing == "none":
-            for place in ((first, size), (after, self._batch_size.at(self._sequences, after))):
-                self._pipe.prepare(self._sequences.lengths(*place, *part))
-        return self._sequences.batch(first, size, *part)
+            after = first + size
+            after_size = self._batch_size.at(self._sequences, after)
+            self._pipe.prepare(self._sequences.lengths(first, size, replica, num_replicas))
+            self._pipe.prepare(self._sequences.lengths(after, after_size, replica, num_replicas))
+        return self._sequences.batch(first, size, replica, num_replicas)

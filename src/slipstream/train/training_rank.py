@@ -74,7 +74,8 @@ def join_run(config: Config) -> None:
     if not is_elastic:
         check_world_size(config)
     ranks.store.set_timeout(NO_LIMIT)
-    place, limit = ranks.place, config.training.stall_limit
+    place = ranks.place
+    limit = config.training.stall_limit
     if place.rank >= config.num_processes:
         ranks.wait_for_the_end(stop)
         return
@@ -93,7 +94,8 @@ def _join(config: Config, ranks: launch.ConnectedRanks, stop: launch.StopRequest
     """Trains with the ranks that are connected. Collective."""
     device = _init_process_group(config, rank=ranks.place.rank, world_size=config.num_processes, store=ranks.store)
     progress = launch.Progress(make_console() if ranks.place.rank == 0 else None)
-    lock = FolderLock(config.training.output, progress.warn)  # which rank 0 takes, and the others join
+    # Rank 0 takes the lock, and the others join it.
+    lock = FolderLock(config.training.output, progress.warn)
     try:
         try:
             with watchdog_paused("preparing the run"):  # rank 0 reads and tokenises the text while the others wait
@@ -124,7 +126,8 @@ def mesh_of_those_there(config: Config, environment: Mapping[str, str]) -> Confi
         SlipstreamError: where the launcher can't change their number, a later start couldn't go on, or too few are
             there.
     """
-    world_size, least = int(environment["WORLD_SIZE"]), config.training.min_ranks or 1
+    world_size = int(environment["WORLD_SIZE"])
+    least = config.training.min_ranks or 1
     setting = f"training.min_ranks={least}"
     if "TORCHELASTIC_RUN_ID" not in environment:
         launcher = "srun" if "SLURM_PROCID" in environment else "this launcher"
@@ -153,7 +156,8 @@ def mesh_of_those_there(config: Config, environment: Mapping[str, str]) -> Confi
 
 def check_world_size(config: Config, environment: Mapping[str, str] = os.environ) -> None:
     """Raises SlipstreamError where the launcher started another number of processes than the run has ranks."""
-    world_size, num_ranks = int(environment["WORLD_SIZE"]), config.num_processes
+    world_size = int(environment["WORLD_SIZE"])
+    num_ranks = config.num_processes
     if world_size == num_ranks:
         return
     replicas = ""
@@ -183,7 +187,8 @@ def _prepare(config: Config, ranks: launch.ConnectedRanks, lock: FolderLock, pro
 
     Raises SlipstreamError on every rank if that fails, or if a rank doesn't see the folder.
     """
-    world, folder = RankGroup(dist.group.WORLD), config.folder
+    world = RankGroup(dist.group.WORLD)
+    folder = config.folder
 
     def prepared() -> tuple[bool, str, str]:
         about = [f"all ranks connected: {ranks}", sharing_here(config), ranks.describe_store()]
@@ -225,7 +230,8 @@ def _appears(file: Path, text: str) -> bool:
 def _init_process_group(config: Config, **connection: Any) -> torch.device:
     """Connects the ranks through gloo, and their GPUs through NCCL unless ranks share one and don't ask for it; returns
     this rank's device."""
-    device, backends = choose_device(config), choose_backends(config)
+    device = choose_device(config)
+    backends = choose_backends(config)
     if "nccl" in backends:
         share_gpus_by_nccl(connection["rank"], count_local_ranks(config))
     dist.init_process_group(backends, timeout=NO_LIMIT, **connection)
@@ -242,12 +248,13 @@ def _train(config: Config, device: torch.device, stop: launch.StopRequest) -> No
     _log.debug("process %d on %s, %s, threads: %d", os.getpid(), socket.gethostname(), device, torch.get_num_threads())
     torch.manual_seed(config.training.seed)
     progress = launch.Progress(make_console() if rank == 0 else None)
+    run = RunContext.of(config, device, progress)
     with watchdog_paused("comparing meshes"):
-        config = choose_mesh(config, device, progress)
+        choose_mesh(run)
     progress.say("ranks are connected; building the model")
     with shortage_explained():
         with watchdog_paused("building the model", uses_disk=True):
-            trainer = Trainer(RunContext.of(config, device, progress), stop)
+            trainer = Trainer(run, stop)
         trainer.run()
     dist.barrier()
     dist.destroy_process_group()

@@ -13,24 +13,24 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from slipstream.model import torch_dtype
 from slipstream.number_format import PRECISIONS
-from slipstream.parallel.gradients import LossScale
 from slipstream.pipeline import Pipeline
 from slipstream.planner.ragged import StepPlan
 from slipstream.schedule import gpipe, slice_lengths
 from slipstream.train.config import Config, TrainingSection
 from slipstream.train.data import BatchSize, TokenBatch, TrainingSequences
+from slipstream.train.loss_scale import LossScale
 
 
 class StepResult(NamedTuple):
     """The results of one training step, its learning rate and its seconds."""
 
     loss: float
-    grad_norm: float  # of the whole gradient, before clipping
+    grad_norm: float  # the norm of the whole gradient, before clipping
     lr: float
     seconds: float
-    optimizer_seconds: float  # of them, of clipping and update
-    rewards: dict[str, float] | None = None  # of preferences, means over pairs
-    bad: dict[str, Any] | None = None  # of a step that didn't update: why, its samples, and the remedy
+    optimizer_seconds: float  # seconds of clipping and update among them
+    rewards: dict[str, float] | None = None  # means over pairs of preferences
+    bad: dict[str, Any] | None = None  # why a step didn't update, its samples, and the remedy
 
 
 def train_step(
@@ -48,7 +48,9 @@ def train_step(
     The model is a Pipeline, or has its `step` and `clip_grad_norm_`. Collective where these are. `accepts` gets the
     loss and the norm of the gradient and returns whether to update, on all ranks alike.
     """
-    started, optimizer, lr = time.perf_counter(), scheduler.optimizer, float(scheduler.get_last_lr()[0])
+    started = time.perf_counter()
+    optimizer = scheduler.optimizer
+    lr = float(scheduler.get_last_lr()[0])
     optimizer.zero_grad()
     options: dict[str, Any] = {} if loss_scale is None else {"loss_scale": loss_scale.scale}
     if batch.sequence_values is not None:
@@ -71,7 +73,8 @@ def count_steps(training: TrainingSection, sequences: TrainingSequences) -> int:
     """Returns the steps of the optimizer in a whole run."""
     if training.steps is not None:
         return training.steps
-    size, visits = BatchSize.of(training), training.epochs or 0
+    size = BatchSize.of(training)
+    visits = training.epochs or 0
     return max(1, sum(1 for _ in size.batches(sequences, int(visits * sequences.num_sequences))))
 
 
@@ -89,15 +92,18 @@ def compute_dtype(config: Config) -> torch.dtype:
 class Evaluator:
     """A pipeline as it evaluates held-out batches, in the precision of a training, or without one in the model's own.
 
-    With `slice_len` the documents of a batch form one row, of which so many tokens at most are computed at a time.
+    With `slice_len` the documents of a batch form one row, which is computed `slice_len` tokens at a time.
     """
 
     def __init__(self, pipe: Pipeline, config: Config | None, slice_len: int | None = None) -> None:
-        self.pipe, self._config, self._slice_len = pipe, config, slice_len
+        self.pipe = pipe
+        self._config = config
+        self._slice_len = slice_len
 
     def loss(self, batch: TokenBatch) -> float:
         """Returns the mean loss of a batch. Collective."""
-        documents, values = batch.document_ids, batch.sequence_values
+        documents = batch.document_ids
+        values = batch.sequence_values
         plan = None if self._slice_len is None else self._plan(batch, self._slice_len)
         with nullcontext() if self._config is None else autocast(self._config, self.pipe.device):
             loss = self.pipe.evaluate(
@@ -113,11 +119,13 @@ class Evaluator:
         total, count = 0.0, 0
         for batch, weight in batches:
             if weight:
-                total, count = total + self.loss(batch) * weight, count + weight
+                total = total + self.loss(batch) * weight
+                count = count + weight
         return total, count
 
     def _plan(self, batch: TokenBatch, slice_len: int) -> StepPlan:
-        rows, tokens = len(batch.input_ids), sum(map(len, batch.input_ids))
+        rows = len(batch.input_ids)
+        tokens = sum(map(len, batch.input_ids))
         groups = rows if batch.sequence_values is None else rows // 2  # a plan takes the answers of a pair as one
         slices = slice_lengths(-(-tokens // slice_len), tokens)
         return StepPlan((tuple(range(groups)),), (tuple(slices),), gpipe(1, 1, len(slices)))

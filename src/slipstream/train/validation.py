@@ -23,9 +23,12 @@ class Validator:
 
     def __init__(self, run: RunContext, pipe: Pipeline, texts: Sequence[TokenisedText]) -> None:
         """Takes the held-out text of every source, of which some may be empty."""
-        self._run, self._config, self._pipe = run, run.config, pipe
+        self._run = run
+        self._config = run.config
+        self._pipe = pipe
         self._texts = [text for text in texts if text.num_documents]
-        config, training = run.config, run.config.training
+        config = run.config
+        training = run.config.training
         self._batch_size = BatchSize.of(training)
         unit = "nats per token" if config.preference is None else "per pair"
         self.history = LossHistory(config.checkpoint.keep_best, training.patience, unit)
@@ -50,7 +53,8 @@ class Validator:
             self._run.progress.say(f"step {step}: validation loss {loss:.3f} per pair, {describe_rewards(rewards)}")
             return ValidationRecord(step, loss, rewards=rewards), is_best
         entropy = unigram_entropy(np.concatenate([text.counted() for text in self._texts]))
-        below, perplexity = entropy - loss, math.exp(loss)
+        below = entropy - loss
+        perplexity = math.exp(loss)
         self._run.progress.say(
             f"step {step}: validation loss {loss:.3f} nats per token, perplexity {perplexity:.1f}; "
             f"{abs(below):.2f} {'below' if below > 0 else 'above'} the text's unigram entropy"
@@ -59,17 +63,22 @@ class Validator:
 
     def _measure(self) -> tuple[float, dict[str, float] | None]:
         """Returns the mean loss on the held-out text, and of preferences the mean rewards."""
-        training, preference, pipe = self._config.training, self._config.preference, self._pipe
+        training = self._config.training
+        preference = self._config.preference
+        pipe = self._pipe
         sequences = sequences_of(self._texts, self._config.data.packing, training.seq_len, seed=None, pads=True)
-        held_out, replica = HeldOutBatches(sequences, self._batch_size), (pipe.replica, pipe.num_replicas)
-        chosen, evaluator = held_out.chosen(training.eval_batches), Evaluator(pipe, self._config)
+        held_out = HeldOutBatches(sequences, self._batch_size)
+        replica = (pipe.replica, pipe.num_replicas)
+        chosen = held_out.chosen(training.eval_batches)
+        evaluator = Evaluator(pipe, self._config)
         if preference is None:
             batches = ((held_out.batch(batch, *replica), held_out.batch(batch).num_predicted) for batch in chosen)
             total, count = evaluator.sum_losses(batches)
             return total / count, None
         sums = torch.zeros(7, dtype=torch.float64)
         for batch in chosen:
-            mine, counts = held_out.batch(batch, *replica), held_out.counts(batch, *replica)
+            mine = held_out.batch(batch, *replica)
+            counts = held_out.counts(batch, *replica)
             if preference.is_rated:
                 mine = with_reference_point(evaluator, mine, counts)
             evaluator.loss(mine)
@@ -88,7 +97,9 @@ class LossHistory:
     """
 
     def __init__(self, keeps_best: bool = False, patience: int | None = None, unit: str = "nats per token") -> None:
-        self._keeps_best, self._patience, self._unit = keeps_best, patience, unit
+        self._keeps_best = keeps_best
+        self._patience = patience
+        self._unit = unit
         self._improvements: list[Improvement] = []
         self._num_without = 0
         self._last_step = 0
@@ -101,7 +112,8 @@ class LossHistory:
         if not loss < (float("inf") if self.best is None else self.best.loss):
             self._num_without += 1
             return False
-        self.best, self._num_without = Improvement(step, loss), 0
+        self.best = Improvement(step, loss)
+        self._num_without = 0
         if self._keeps_best:
             self._improvements.append(self.best)
         return True
@@ -127,7 +139,8 @@ class LossHistory:
     def restore(self, facts: Mapping[str, Any]) -> None:
         """Goes on from the result of `facts`."""
         self.best = None if facts["best"] is None else Improvement(*facts["best"])
-        self._num_without, self._last_step = facts["num_without_improvement"], facts["last_step"]
+        self._num_without = facts["num_without_improvement"]
+        self._last_step = facts["last_step"]
         if self._keeps_best:
             self._improvements = [Improvement(*improvement) for improvement in facts["improvements"]]
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
-from slipstream.model.adapters import quiet_peft
+from slipstream.model.added_adapter import quiet_peft
 from support.adapters import lora
 from support.changes.change import EITHER, REFUSED, USES, change, everywhere_in, noise, scaled
 from support.changes.forwards import with_quantised_weight

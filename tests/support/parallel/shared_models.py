@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from slipstream.model import IGNORED, causal_cross_entropy, find_anatomy, meta_model
-from slipstream.model.adapters import is_wrapper
+from slipstream.model.adapted_modules import is_wrapper
 from slipstream.model.weight_gradients import add_weight_gradients_in_place, defer_weight_gradients
 from slipstream.parallel import RankGroup
 from slipstream.parallel.tensor import TensorParallel, adapted_plan, find_tensor_plan, vocabulary_cross_entropy

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from slipstream.errors import SlipstreamError
-from slipstream.option_problems import records_in
+from slipstream.option_errors import records_in
 from slipstream.schedule import one_f_one_b
 from slipstream.train.config import Config
+from slipstream.train.config.config_file import load_config
+from slipstream.train.config.config_values import dump_config, parse_config
 from slipstream.train.config.rules import OTHER_NAMES
-from slipstream.train.config.run_config import dump_config, load_config, parse_config
 from support.refusals import refused
 from support.tiny_training import tiny_llama, with_settings
 

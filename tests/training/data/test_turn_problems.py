@@ -15,8 +15,9 @@ from transformers import LlamaConfig
 from slipstream.cli import main
 from slipstream.launch import Progress
 from slipstream.train.config import Config, ModelSection
-from slipstream.train.config.run_config import dump_config, parse_config
+from slipstream.train.config.config_values import dump_config, parse_config
 from slipstream.train.data import train_tokenizer
+from slipstream.train.model_files import ModelFiles
 from slipstream.train.preflight.text_preparation import check_turns, prepare_text
 from support.parameters import first_of
 from support.tiny_training import tiny_llama
@@ -61,7 +62,7 @@ def warnings(*given: Any, **more: Any) -> list[str]:
     said: list[str] = []
     progress = Progress(Console(file=StringIO()))
     progress.warn = said.append  # type: ignore[method-assign]
-    prepare_text(config, LlamaConfig(vocab_size=300), progress)
+    prepare_text(config, ModelFiles(config, LlamaConfig(vocab_size=300)), progress)
     return said
 
 
@@ -91,7 +92,10 @@ def test_turns_whose_end_isnt_that_of_text(data: dict[str, Any], is_said: bool, 
     more = {"special_tokens": ["<|im_start|>", "<|im_end|>"], **data}
     config = configured(tmp_path, "{{ message.content }}<|im_end|>", data=more)
     config = config.model_copy(update={"model": ModelSection(config=tiny_llama(vocab_size=400))})
-    for found in (warnings(tmp_path, "{{ message.content }}<|im_end|>", data=more), check_turns(config)):
+    for found in (
+        warnings(tmp_path, "{{ message.content }}<|im_end|>", data=more),
+        check_turns(config, ModelFiles(config)),
+    ):
         assert found is not None
         assert len(found) == is_said
         if is_said:
@@ -190,7 +194,8 @@ def test_a_check_of_the_configuration_says_the_same(
 def test_tokens_and_texts_are_left_alone(streams: bool, tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [{"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}] * 3
     assert warnings(tmp_path, "", rows, data={"streaming": streams}) == []
-    assert check_turns(configured(tmp_path, "", rows)) is None
+    config = configured(tmp_path, "", rows)
+    assert check_turns(config, ModelFiles(config)) is None
     assert warnings(tmp_path, "", [{"text": "<think></think>"}] * 9, data={"streaming": streams}) == []
 
 
@@ -200,6 +205,6 @@ def test_the_first_rows_may_all_answer_one_prompt(kind: str, tmp_path: Path) -> 
     answers = {"chosen": [ANSWER], "rejected": [OTHER]} if kind == "pairs" else {"completion": [ANSWER], "label": True}
     rows: list[dict[str, Any]] = [{"prompt": [QUESTION]} | answers] * 100
     config = configured(tmp_path, "{{ message.content }}", rows, preference={"loss": "kto"})
-    found = check_turns(config)
+    found = check_turns(config, ModelFiles(config))
     assert found is not None
     assert found[0].startswith(END)

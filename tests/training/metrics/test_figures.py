@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from slipstream import Memory, Pipeline, Runtime
 from slipstream.model import find_anatomy
-from slipstream.model.adapters import Adapter, find_frozen, freeze
+from slipstream.model.adapters import Adapter
+from slipstream.model.trained_weights import find_frozen, freeze
 from slipstream.pipeline.families.causal_lm_layout import plan_layout
 from slipstream.pipeline.families.stage_layout import StageLayout
 from slipstream.pipeline.pipeline_options import PipelineOptions

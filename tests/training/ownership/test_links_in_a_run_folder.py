@@ -16,10 +16,10 @@ from slipstream.errors import SlipstreamError
 from slipstream.extras.run_page import write_run_page
 from slipstream.own_files import OwnFolder
 from slipstream.train.config import Config
-from slipstream.train.config.run_config import parse_config
+from slipstream.train.config.config_values import parse_config
 from slipstream.train.elastic_mesh import LocalPlaces
 from slipstream.train.folder_lock import FolderLock
-from slipstream.train.preflight.all_checks import check_run_folder
+from slipstream.train.preflight.folder_check import check_run_folder
 from slipstream.train.run_checkpoints import FailureLog
 from slipstream.train.run_folder import RunFolder
 from support.run_folders import make_run

@@ -24,8 +24,9 @@ from slipstream.train.config import load_config
 from slipstream.train.data import TokenisedText, load_texts
 from slipstream.train.evaluation import EvaluationRequest, PairLoss, evaluate_model
 from slipstream.train.export import opened_model
-from slipstream.train.preferences import load_with_reference, preference_loss
+from slipstream.train.preferences import preference_loss
 from slipstream.train.preflight import preflight
+from slipstream.train.reference import load_with_reference
 from slipstream.train.run_context import RunContext
 from support.parameters import first_of
 from support.preferences import log_probabilities

@@ -20,14 +20,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from slipstream import Pipeline, Runtime
 from slipstream.train.config import PreferenceSection
 from slipstream.train.data import BatchSize, TokenBatch, TokenisedText, sequences_of
-from slipstream.train.preferences import (
-    log_probabilities,
-    mean_rewards,
-    preference_loss,
-    reward_sums,
-    with_lengths,
-    with_reference_point,
-)
+from slipstream.train.preferences import mean_rewards, preference_loss, reward_sums, with_lengths, with_reference_point
+from slipstream.train.reference import log_probabilities
 from slipstream.train.training_step import Evaluator
 from support.architectures import BOUND, gradient_error, gradients, no_rounding_by_float, no_rounding_inside
 from support.preference_pairs import RATED, WORDS, read, word_tokenizer

@@ -15,7 +15,8 @@ from transformers.pytorch_utils import Conv1D
 from slipstream import Parallelism, make_mesh
 from slipstream.model.weight_gradients import add_weight_gradients_in_place
 from slipstream.parallel import RankGroup, Ranks
-from slipstream.parallel.gradients import GradientReduction, LossScale, MasterParameters
+from slipstream.parallel.gradients import GradientReduction, MasterParameters
+from slipstream.train.loss_scale import LossScale
 from support.architectures import (
     ARCHITECTURES,
     BOUND,

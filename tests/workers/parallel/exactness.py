@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from slipstream import Pipeline, make_mesh
-from slipstream.model.adapters import find_frozen, freeze
+from slipstream.model.trained_weights import find_frozen, freeze
 from support.architectures import ARCHITECTURES, build, no_rounding_inside, tokens, unsplit_step
 from support.options import grouped
 from workers.parallel.tensor_parallel import adapted

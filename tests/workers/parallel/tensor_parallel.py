@@ -21,10 +21,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from slipstream import SlipstreamError
 from slipstream.model import IGNORED, LayerRange, causal_cross_entropy, find_anatomy, find_halves
-from slipstream.model.adapters import adapter_dropouts
-from slipstream.model.attached_code import copy_with_shared_weights
+from slipstream.model.adapted_modules import adapter_dropouts
 from slipstream.model.cutting import keep_layers
 from slipstream.model.hooks.crossing_tensors import with_hidden_states
+from slipstream.model.module_copies import copy_with_shared_weights
 from slipstream.parallel import RankGroup, check_tensor_parallel
 from slipstream.parallel.tensor import vocabulary_cross_entropy
 from support.architectures import BOUND, VOCABULARY, gradient_error, no_rounding_inside

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slipstream.extras.doctor.finding import Check, Finding, error_text, isolated
-from slipstream.kept_files import processor_name
+from slipstream.hardware_name import processor_name
 from slipstream.network_interfaces import GLOO, NCCL, interface_problems
 from slipstream.units import bytes_text
 from slipstream.version import __version__

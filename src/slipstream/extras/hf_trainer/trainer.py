@@ -28,11 +28,9 @@ from slipstream.extras.hf_trainer.arguments import (
     check_evaluated,
     check_script,
 )
-from slipstream.model import IGNORED, meta_model
-from slipstream.model.adapters import adapted_model
+from slipstream.model import IGNORED, adapted_model, meta_model
 from slipstream.parallel import end_group_at_exit
-from slipstream.pipeline import Pipeline
-from slipstream.pipeline.introspection import UNSUPPORTED_CALLS
+from slipstream.pipeline import UNSUPPORTED_CALLS, Pipeline
 
 _log = logging.getLogger(__name__)
 FOLDER = "slipstream"

@@ -1,5 +1,6 @@
 """Says whether slices are exact for an architecture: from the states of its layers, and by comparing toys of it."""
 
+from slipstream.model.self_check.change_trial import TrialResult, try_changes
 from slipstream.model.self_check.comparison import (
     TOLERANCE,
     LabelLoss,
@@ -11,4 +12,5 @@ from slipstream.model.self_check.comparison import (
     find_label_loss,
     longest_packed_sequence,
 )
+from slipstream.model.self_check.dispatched_trial import result_by_kind, try_dispatched
 from slipstream.model.self_check.toy_runs import TokenCuts, check_carried_state

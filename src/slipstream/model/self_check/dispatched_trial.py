@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 from slipstream.keyed_draws import kept_random_states
 from slipstream.model.anatomy import ModelAnatomy, anatomy_of_size
 from slipstream.model.dispatched_functions import DispatchedFunctions
-from slipstream.model.self_check.instance_trial import TrialResult, differ
+from slipstream.model.self_check.change_trial import TrialResult, differ
 from slipstream.model.self_check.toy_runs import TOLERANCE, TokenCuts, cut_in_two, run_sliced, run_whole
 from slipstream.model.toy import (
     TOY_LENGTH,
@@ -34,7 +34,7 @@ def try_dispatched(config: PretrainedConfig, anatomy: ModelAnatomy, own: Dispatc
 
     A function that fails on the toy, or gives something else the second time, can't be apart either.
     """
-    result = alone(own)
+    result = result_by_kind(own)
     if not any(own):
         return result
     blamed = " and ".join(map(str, own))
@@ -47,13 +47,13 @@ def try_dispatched(config: PretrainedConfig, anatomy: ModelAnatomy, own: Dispatc
         return TrialResult(reason, reason, reason, reason)
 
 
-def alone(own: DispatchedFunctions) -> TrialResult:
+def result_by_kind(own: DispatchedFunctions) -> TrialResult:
     """Returns what follows from the kind of a user's functions, tried or not."""
     return TrialResult(f"{own.attention}, which is given no keys of earlier slices" if own.attention else "")
 
 
 def _tried(config: PretrainedConfig, anatomy: ModelAnatomy, own: DispatchedFunctions, blamed: str) -> TrialResult:
-    toy, result = toy_config(config), alone(own)
+    toy, result = toy_config(config), result_by_kind(own)
     attention = "eager" if own.attention is None else own.attention.name
     model = reference_model(toy, attention, "eager" if own.experts is None else own.experts.name)
     perturb_parameters(model)

@@ -23,13 +23,13 @@ from transformers import PretrainedConfig, PreTrainedModel
 from slipstream.attention import ContextStore
 from slipstream.errors import SlipstreamError
 from slipstream.model.anatomy import ModelAnatomy, anatomy_of_size, find_anatomy
-from slipstream.model.attached_code import copy_with_shared_weights
 from slipstream.model.causal_lm_stage import CausalLMStage
 from slipstream.model.hooks.crossing_tensors import first_output, hidden_states
 from slipstream.model.hooks.masks import SliceMask
 from slipstream.model.hooks.slice_cache import CarriedState
 from slipstream.model.hooks.token_slice import TokenSlice
 from slipstream.model.layer_range import LayerRange
+from slipstream.model.module_copies import copy_with_shared_weights
 from slipstream.model.reached_tensors import kept_gradients
 from slipstream.model.tensors import Tensors
 from slipstream.model.toy import (

@@ -26,8 +26,8 @@ from torch.nn import functional
 
 from slipstream.autograd_calls import with_backward
 from slipstream.errors import SlipstreamError
-from slipstream.model.adapters import adapter_dropouts, dora_layers, inner_modules
-from slipstream.model.hooks.crossing_tensors import Arguments, hidden_states, with_hidden_states
+from slipstream.model import adapter_dropouts, dora_layers, inner_modules
+from slipstream.model.hooks import Arguments, hidden_states, with_hidden_states
 from slipstream.parallel.parameter_share import part_length
 from slipstream.parallel.rank_group import RankGroup, copied, sum_over_ranks
 from slipstream.parallel.tensor.plan import COLUMNS, ROWS, TensorRegion, TensorStyle

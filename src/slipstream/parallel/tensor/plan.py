@@ -23,9 +23,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from slipstream.errors import SlipstreamError
-from slipstream.model import ModelAnatomy
-from slipstream.model.adapters import AdaptedName, features_of, is_wrapper, own_module, parse_name
-from slipstream.model.anatomy import expert_modules
+from slipstream.model import AdaptedName, ModelAnatomy, expert_modules, features_of, is_wrapper, own_module, parse_name
 from slipstream.parallel.parameter_share import ParameterCut
 
 

@@ -21,8 +21,8 @@ from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from slipstream.errors import SlipstreamError
-from slipstream.model.adapters import inner_modules, own_module
-from slipstream.model.hooks.crossing_tensors import Arguments, hidden_states, with_hidden_states
+from slipstream.model import inner_modules, own_module
+from slipstream.model.hooks import Arguments, hidden_states, with_hidden_states
 from slipstream.parallel.parameter_share import ParameterShare, part_bounds, part_length
 from slipstream.parallel.rank_group import RankGroup, sum_over_ranks
 from slipstream.parallel.tensor.hooks import (

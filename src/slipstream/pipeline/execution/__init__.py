@@ -5,12 +5,12 @@ from slipstream.pipeline.execution.losses import (
     CollectedOutputs,
     LossDivisor,
     Losses,
-    SequenceLosses,
     SliceLosses,
     StepLoss,
     TokenOutputs,
     checked_num_targets,
 )
 from slipstream.pipeline.execution.rank_program import key_of
+from slipstream.pipeline.execution.sequence_losses import SequenceLosses
 from slipstream.pipeline.execution.step_graphs import StepGraphs, graph_refusal
 from slipstream.pipeline.execution.step_state import Observer, StepState

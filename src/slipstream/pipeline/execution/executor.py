@@ -12,10 +12,16 @@ from torch import Tensor
 
 from slipstream.attention import ContextStore
 from slipstream.comm import Transport, TransportError
-from slipstream.model import PipelineStage, Tensors, copied_from_messages
-from slipstream.model.autograd_memory import RecomputePolicy
+from slipstream.model import (
+    PipelineStage,
+    RecomputePolicy,
+    Tensors,
+    WeightGradient,
+    copied_from_messages,
+    defer_weight_gradients,
+    factors_of,
+)
 from slipstream.model.hooks import note_output
-from slipstream.model.weight_gradients import WeightGradient, defer_weight_gradients, factors_of
 from slipstream.pipeline.cut_batch import SplitBatch
 from slipstream.pipeline.execution.action_graphs import ActionRunner, Computation
 from slipstream.pipeline.execution.losses import Losses

@@ -12,8 +12,16 @@ import torch
 from torch import Tensor
 
 from slipstream.attention import ContextStore
-from slipstream.model import PipelineStage, Tensors, TensorSpec, model_storages, storage_ids
-from slipstream.model.autograd_memory import RecomputePolicy, SavedTensors, SliceReplay
+from slipstream.model import (
+    PipelineStage,
+    RecomputePolicy,
+    SavedTensors,
+    SliceReplay,
+    Tensors,
+    TensorSpec,
+    model_storages,
+    storage_ids,
+)
 from slipstream.pipeline.execution.rank_program import ProgramStep, SliceKey
 from slipstream.pipeline.execution.step_state import OffloadedBlocks, StepState
 

@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from slipstream.model import PipelineStage
-from slipstream.model.vocabulary import HeadRows, RowSoftmax, combine
+from slipstream.model import HeadRows, PipelineStage, RowSoftmax, combine_softmax
 from slipstream.pipeline.execution.far_tensors import FarTensors
 from slipstream.pipeline.execution.rank_program import ProgramStep, SliceKey
 from slipstream.pipeline.execution.step_state import StepState, Stopwatch
@@ -102,7 +101,7 @@ class SpreadHeadActions:
         action = step.action
         parts = [RowSoftmax(*self._far.take(send, step)) for send in step.inputs]
         began = self._stopwatch.mark()
-        combined = combine(parts, self._targets(action), self._state.batch.loss_weight)
+        combined = combine_softmax(parts, self._targets(action), self._state.batch.loss_weight)
         self._state.loss += combined.total
         self._state.count += combined.num_valid
         self._stopwatch.record(action, began)

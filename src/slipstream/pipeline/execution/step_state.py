@@ -15,9 +15,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from slipstream.attention import ContextStore
 from slipstream.autograd_calls import begin_graph
 from slipstream.comm import Transport
-from slipstream.model import PipelineStage, Tensors, TensorSpec, storage_id, storage_ids
-from slipstream.model.autograd_memory import SliceReplay
-from slipstream.model.weight_gradients import WeightGradient
+from slipstream.model import PipelineStage, SliceReplay, Tensors, TensorSpec, WeightGradient, storage_id, storage_ids
 from slipstream.pipeline.cut_batch import SplitBatch
 from slipstream.pipeline.execution.far_tensors import FarTensors
 from slipstream.pipeline.execution.rank_program import ProgramStep, SliceKey

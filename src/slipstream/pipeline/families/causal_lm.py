@@ -17,6 +17,10 @@ from slipstream.errors import SlipstreamError
 from slipstream.model import (
     IGNORED,
     CausalLMStage,
+    GivenModel,
+    HeadNames,
+    NamedWeights,
+    RecomputePolicy,
     SelfCheck,
     add_embedding_noise,
     causal_cross_entropy,
@@ -28,19 +32,16 @@ from slipstream.model import (
     check_trainable,
     copy_with_shared_weights,
     find_anatomy,
+    find_spreadable_head,
     longest_packed_sequence,
     longest_sequence,
     meta_model,
+    separate_modules,
     tied_names,
     token_cross_entropy,
     torch_dtype,
 )
-from slipstream.model.attached_code import separate_modules
-from slipstream.model.autograd_memory import RecomputePolicy
-from slipstream.model.given_model import GivenModel
 from slipstream.model.hooks import TokenSlice
-from slipstream.model.reached_tensors import NamedWeights
-from slipstream.model.vocabulary import HeadNames, find_spreadable_head
 from slipstream.number_format import AUTOCAST
 from slipstream.parallel import Ranks, SharedStages, check_sharing, check_tensor_parallel
 from slipstream.parallel.tensor import TensorParallel, vocabulary_cross_entropy, vocabulary_token_losses
@@ -57,14 +58,9 @@ from slipstream.pipeline.cut_batch import (
     ungrouped,
     with_sequences,
 )
-from slipstream.pipeline.execution.losses import (
-    GivenLosses,
-    Losses,
-    OutputForms,
-    SequenceLosses,
-    SliceLosses,
-    StageWeights,
-)
+from slipstream.pipeline.execution.given_losses import GivenLosses, StageWeights
+from slipstream.pipeline.execution.losses import Losses, OutputForms, SliceLosses
+from slipstream.pipeline.execution.sequence_losses import SequenceLosses
 from slipstream.pipeline.families.causal_lm_checks import ChangedModel
 from slipstream.pipeline.families.causal_lm_layout import (
     find_router_loss,
@@ -78,7 +74,7 @@ from slipstream.pipeline.families.model_family import ModelFamily
 from slipstream.pipeline.families.stage_layout import StageLayout
 from slipstream.pipeline.pipeline_options import ExpectedBatch, PipelineOptions, SequenceLoss
 from slipstream.pipeline.tuning import StartRequest, is_free, measure_rates, plan_start
-from slipstream.pipeline.weights import WeightSource
+from slipstream.pipeline.weight_source import WeightSource
 from slipstream.planner.joint import JointPlan, Vocabulary
 from slipstream.planner.ragged import StageRates
 from slipstream.schedule import Schedule, SlicedMicrobatch
@@ -94,8 +90,20 @@ class CausalLMFamily(ModelFamily):
     leaves_out_frozen = True
 
     def __init__(self, source: WeightSource, options: PipelineOptions, ranks: Ranks, device: torch.device) -> None:
-        """Collective: a toy of the architecture is compared sliced and whole, and cut over the ranks that share layers
-        and whole."""
+        """Takes the model that a source describes, and moves it to these ranks. Collective. Raises as `move_to`."""
+        self.config: PretrainedConfig = source.config
+        self.name = str(self.config.model_type)
+        self.beside = source.beside
+        self.compiled, self.trained, self.adapter = source.compiled, source.trained, source.trained.adapter
+        self._source: WeightSource | None = source  # until the stages are made: it may hold layers of other ranks
+        self.move_to(options, ranks, device)
+
+    def move_to(self, options: PipelineOptions, ranks: Ranks, device: torch.device) -> None:
+        """Takes other options and ranks, as long as no stages are made; nothing of the model is read again. Collective:
+        a toy of the architecture is compared sliced and whole, and cut over the ranks that share layers and whole.
+
+        Raises SlipstreamError where the model can't be trained so.
+        """
         for name in sorted(options.layers.model_fields_set):
             raise SlipstreamError(
                 f"layers.{name}=...: an option of nn.Sequential models, but the model is a causal LM. Leave it out."
@@ -111,18 +119,14 @@ class CausalLMFamily(ModelFamily):
                 f"router_loss={options.router_loss!r} with a SequenceLoss: its share of a loss of sequences isn't "
                 "defined. Leave router_loss out."
             )
-        self.config: PretrainedConfig = source.config
-        self.name = str(self.config.model_type)
-        self.beside = source.beside
         self._router_loss = ranks.run_on_leader(
             lambda: find_router_loss(self.config, options.router_loss, ranks.tensor.size)
         )
-        self.compiled, self.trained, self.adapter = source.compiled, source.trained, source.trained.adapter
-        self._source: WeightSource | None = source  # until the stages are made: it may hold layers of other ranks
         self._options, self._ranks, self._device = options, ranks, device
         if options.runtime.fused:
             check_compiler(device.type)
         self._self_check: SelfCheck | None = None
+        vars(self).pop("_longest_packed", None)  # by the self-check that was
         if options.runtime.self_check:
             is_cut = options.slices != 1 or bool(ranks.token_axes)
             self._self_check = ranks.run_on_leader(lambda: check_trainable(self.config, is_cut))
@@ -134,8 +138,9 @@ class CausalLMFamily(ModelFamily):
         self._anatomy = find_anatomy(self.config)
         self._check_compiled_parts()
         self._changed: ChangedModel | None = None
-        if (given := source.given or GivenModel.of_config(self.config)) is not None:
-            self._changed = self._tried(source, given)
+        assert self._source is not None
+        if (given := self._source.given or GivenModel.of_config(self.config)) is not None:
+            self._changed = self._tried(self._source, given)
             self._anatomy = self._changed.outlined(self._anatomy)
         self._restricts_pieces = self._changed is not None and self._changed.restricts_pieces
         self._head_names: HeadNames | None = None  # of a head that is spread

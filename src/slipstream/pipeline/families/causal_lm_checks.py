@@ -7,12 +7,18 @@ from dataclasses import dataclass, replace
 from transformers import PreTrainedModel
 
 from slipstream.errors import SlipstreamError
-from slipstream.model import ModelAnatomy, SelfCheck
-from slipstream.model.anatomy import check_runs_every_layer
-from slipstream.model.given_model import GivenModel
-from slipstream.model.reached_tensors import NamedWeights, held_weights
-from slipstream.model.self_check.dispatched_trial import alone, try_dispatched
-from slipstream.model.self_check.instance_trial import TrialResult, try_changes
+from slipstream.model import (
+    GivenModel,
+    ModelAnatomy,
+    NamedWeights,
+    SelfCheck,
+    TrialResult,
+    check_runs_every_layer,
+    held_weights,
+    result_by_kind,
+    try_changes,
+    try_dispatched,
+)
 from slipstream.options import SHARED_WORK
 from slipstream.parallel import Ranks
 from slipstream.pipeline.cut_batch import SplitBatch
@@ -54,7 +60,7 @@ class ChangedModel:
                 "as loss_fn=..., a function of (logits, targets) that returns (sum, count). To train on "
                 "cross-entropy set model.loss_function = transformers.loss.loss_utils.ForCausalLMLoss."
             )
-        result = alone(own)
+        result = result_by_kind(own)
         is_shared = [f"{' and '.join(names[:2])} are one weight" for names in given.shared]
         if changed := [*given.changes, *is_shared, *own]:
             first = changed[0]

@@ -15,28 +15,33 @@ from transformers import PretrainedConfig, PreTrainedModel
 from slipstream.errors import SlipstreamError
 from slipstream.model import (
     HalfLayer,
+    HeadNames,
+    HeadRows,
     LayerPart,
     LayerRange,
     ModelAnatomy,
     ModelEnd,
+    RecomputePolicy,
+    SpreadHead,
     StagePart,
     check_router_loss,
+    find_anatomy,
     find_halves,
+    find_spreadable_head,
     fuse_kernels,
     halves_or_none,
+    is_wrapper,
     meta_model,
     torch_dtype,
 )
-from slipstream.model.adapters import is_wrapper
-from slipstream.model.autograd_memory import RecomputePolicy
 from slipstream.model.hooks import RouterLoss
-from slipstream.model.vocabulary import HeadNames, HeadRows, SpreadHead, find_spreadable_head
 from slipstream.options import ALLOWED_LAYER_COUNTS, are_allowed_layer_counts
 from slipstream.parallel import part_bounds
 from slipstream.pipeline.families.flop_estimate import FlopEstimate
 from slipstream.pipeline.families.stage_layout import StageLayout, check_lengths, given_counts
 from slipstream.pipeline.pipeline_options import PipelineOptions
-from slipstream.pipeline.weights import WeightSource
+from slipstream.pipeline.tuning import StepSettings
+from slipstream.pipeline.weight_source import WeightSource
 from slipstream.planner.joint import Vocabulary
 from slipstream.planner.partition import partition_layers
 from slipstream.schedule import AUTOMATIC, Schedule
@@ -218,6 +223,36 @@ def spread_heads(
     ids = {g: range(*part_bounds(head.out_features, schedule.num_ranks, rank)) for rank, g in parts if g in here}
     rows = HeadRows.of_stages(head, ids, model.get_submodule(tied) if tied else None)
     return {g: SpreadHead(name, rows.get(g), tied) for g in here}
+
+
+def check_options(
+    config: PretrainedConfig,
+    options: PipelineOptions,
+    num_ranks: int,
+    tensor_ranks: int,
+    is_planned: bool,
+    section: str = "",
+) -> None:
+    """Checks options before there are ranks, by the functions with which every rank lays itself out.
+
+    Args:
+        config: the model's.
+        options: of the Pipeline that is to be made.
+        num_ranks: of the pipeline.
+        tensor_ranks: that share each layer.
+        is_planned: whether a plan decides all that one can.
+        section: before the options' names in messages, such as "pipeline.".
+
+    Raises:
+        SlipstreamError: where they don't fit together.
+    """
+    settings, anatomy = StepSettings(options, num_ranks), find_anatomy(config)
+    laid_out = options
+    if options.vocabulary == "spread" and is_planned:
+        planned_vocabulary(config, anatomy, num_ranks, tensor_ranks, options)
+        laid_out = replace(options, vocabulary="whole")
+    plan_layout(config, anatomy, settings.schedule, settings.slices, laid_out, tensor_ranks)
+    find_router_loss(config, options.router_loss, tensor_ranks, f"{section}router_loss")
 
 
 def planned_vocabulary(

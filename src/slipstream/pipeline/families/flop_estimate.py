@@ -16,12 +16,12 @@ from slipstream.model import (
     LayerPart,
     LayerRange,
     ModelAnatomy,
+    RecomputePolicy,
     meta_model,
     units_of,
     uses_randomness,
+    weight_multiplications,
 )
-from slipstream.model.autograd_memory import RecomputePolicy
-from slipstream.model.operation_counter import weight_multiplications
 from slipstream.planner.ragged import StageRates
 from slipstream.schedule import Op
 

@@ -12,15 +12,21 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.errors import SlipstreamError
-from slipstream.model import LayerRange, Tensors, cross_entropy, torch_dtype
-from slipstream.model.autograd_memory import RecomputePolicy
-from slipstream.model.reached_tensors import NamedWeights
-from slipstream.model.weight_gradients import compiled_modules
+from slipstream.model import (
+    LayerRange,
+    NamedWeights,
+    RecomputePolicy,
+    Tensors,
+    compiled_modules,
+    cross_entropy,
+    torch_dtype,
+)
 from slipstream.options import SHARED_WORK, Parallelism
 from slipstream.parallel import Ranks
 from slipstream.pipeline.batch import Batch
 from slipstream.pipeline.cut_batch import SplitBatch, check_rows, counted, cut_groups, refuse_values, rows_of
-from slipstream.pipeline.execution.losses import GivenLosses, Losses, OutputForms, SliceLosses, StageWeights
+from slipstream.pipeline.execution.given_losses import GivenLosses, StageWeights
+from slipstream.pipeline.execution.losses import Losses, OutputForms, SliceLosses
 from slipstream.pipeline.families.model_family import Balance, ModelFamily
 from slipstream.pipeline.families.sequence_costs import (
     MeasuredLayers,

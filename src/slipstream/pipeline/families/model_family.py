@@ -10,8 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from slipstream.model import PipelineStage
-from slipstream.model.adapters import ALL_WEIGHTS, Adapter, TrainedWeights
+from slipstream.model import ALL_WEIGHTS, Adapter, PipelineStage, TrainedWeights
 from slipstream.parallel.tensor import TensorParallel
 from slipstream.pipeline.batch import Batch
 from slipstream.pipeline.cut_batch import SplitBatch

@@ -22,10 +22,8 @@ from slipstream.array_types import Floats
 from slipstream.cost import NO_LINK, OPS, Costs, LinkTime, MeasuredLink, Work
 from slipstream.errors import SlipstreamError
 from slipstream.keyed_draws import kept_random_states
-from slipstream.model.attached_code import copy_modules
-from slipstream.model.hooks.token_slice import active_forward
-from slipstream.model.tensors import Tensors
-from slipstream.model.weight_gradients import add_weight_gradients_in_place, defer_weight_gradients
+from slipstream.model import Tensors, add_weight_gradients_in_place, copy_modules, defer_weight_gradients
+from slipstream.model.hooks import active_forward
 from slipstream.pipeline.tuning.row_plan import fit_slice_times, granularity_for
 from slipstream.profile.measurement_run import make_short_grid
 from slipstream.profile.stage_bench import PrefilledStore, seconds_of

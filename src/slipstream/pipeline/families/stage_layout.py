@@ -8,8 +8,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from slipstream.errors import SlipstreamError
-from slipstream.model import LayerRange, PipelineStage
-from slipstream.model.autograd_memory import RecomputePolicy
+from slipstream.model import LayerRange, PipelineStage, RecomputePolicy
 from slipstream.parallel import Ranks
 from slipstream.schedule import (
     Op,

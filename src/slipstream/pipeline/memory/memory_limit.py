@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from slipstream.errors import SlipstreamError
-from slipstream.model.autograd_memory import recompute_advice
+from slipstream.model import recompute_advice
 from slipstream.parallel import Ranks
 from slipstream.pipeline.batch import Batch
 from slipstream.pipeline.cut_batch import SplitBatch, token_bytes

@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 
 from slipstream.comm import HEADER_BYTES, FakeTransport, Transport, message_bytes
-from slipstream.model import PipelineStage, Tensors, storage_bytes, storage_id, storage_ids
-from slipstream.model.autograd_memory import RecomputePolicy
+from slipstream.model import PipelineStage, RecomputePolicy, Tensors, factors_of, storage_bytes, storage_id, storage_ids
 from slipstream.model.hooks import kept_frequencies, running_alone
-from slipstream.model.weight_gradients import factors_of
 from slipstream.parallel.parameter_share import part_length
 from slipstream.pipeline.cut_batch import SplitBatch
 from slipstream.pipeline.execution import Executor, Losses, RankStep, StepState, key_of, run_together

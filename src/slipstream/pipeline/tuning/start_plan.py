@@ -28,8 +28,7 @@ from slipstream.cost import (
     memory_table,
 )
 from slipstream.errors import SlipstreamError
-from slipstream.model import find_anatomy, why_layers_stay_whole
-from slipstream.model.adapters import ALL_WEIGHTS, TrainedWeights
+from slipstream.model import ALL_WEIGHTS, TrainedWeights, find_anatomy, why_layers_stay_whole
 from slipstream.number_format import AUTOCAST, PRECISIONS
 from slipstream.options import Parallelism
 from slipstream.parallel import Ranks, possible_exchanges

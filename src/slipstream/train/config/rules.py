@@ -48,7 +48,8 @@ def named_schedule(pipeline: PipelineSection) -> str | Schedule:
 
 def check_lengths(pipeline: PipelineSection, num_rows: int, seq_len: int) -> None:
     """Raises ValueError where slices don't add up to the sequence, or microbatches to a replica's rows."""
-    microbatches, tokens_of = pipeline.microbatches, "training.seq_len"
+    microbatches = pipeline.microbatches
+    tokens_of = "training.seq_len"
     try:
         if microbatches is not None:
             check_microbatches(given_microbatches(microbatches), num_rows, seq_len, "a replica's batch", tokens_of)
@@ -60,10 +61,12 @@ def check_lengths(pipeline: PipelineSection, num_rows: int, seq_len: int) -> Non
 
 def check_partition(pipeline: PipelineSection) -> None:
     """Raises ValueError where the layers given for each stage aren't those of as many stages."""
-    partition, num_stages = pipeline.partition, pipeline.num_ranks * pipeline.stages_per_rank
+    partition = pipeline.partition
+    num_stages = pipeline.num_ranks * pipeline.stages_per_rank
     if partition == "auto":
         return
-    with suppress(ScheduleError):  # which is reported where the schedule is checked
+    # The error is reported where the schedule is checked.
+    with suppress(ScheduleError):
         schedule = named_schedule(pipeline)
         num_stages = schedule.num_stages if isinstance(schedule, Schedule) else num_stages
     if not are_allowed_layer_counts(partition):

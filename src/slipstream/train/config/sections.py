@@ -12,7 +12,7 @@ from slipstream.number_format import BasePrecision, PrecisionName
 from slipstream.options import Degrees, Parallelism, Record
 
 if TYPE_CHECKING:
-    from slipstream.model.adapters import Adapter
+    from slipstream.model import Adapter
 
 
 class ModelSection(Record):
@@ -444,7 +444,7 @@ class LoraSection(Record):
 
     def adapter(self, base: str) -> Adapter:
         """Returns the adapter for the model at `base`. Raises SlipstreamError where that of `path` can't be read."""
-        from slipstream.model.adapters import Adapter
+        from slipstream.model import Adapter
 
         return Adapter("default", self.peft_config(base), self.base_precision)
 
@@ -455,7 +455,7 @@ class LoraSection(Record):
         """
         from peft import LoraConfig
 
-        from slipstream.model.adapters import read_adapter_config
+        from slipstream.model import read_adapter_config
 
         if self.path is not None:
             return read_adapter_config(self.path, base, "lora.path")

@@ -22,8 +22,8 @@ class NamedTemplate(NamedTuple):
     """A chat template that goes by a name."""
 
     text: str
-    tokens: tuple[str, ...] = ()  # that the tokenizer must have
-    end: str | None = None  # of a turn; None: the tokenizer's end of text
+    tokens: tuple[str, ...] = ()  # special tokens of the template
+    end: str | None = None  # the end of a turn; None: the tokenizer's end of text
 
 
 _NO_TOOLS = (
@@ -212,7 +212,9 @@ def find_turn_problems(
 def _problems(text: TokenisedText, tokenizer: Any, seq_len: int, stops: Collection[int]) -> dict[str, str]:
     marks = {*tokenizer.all_special_ids, *getattr(tokenizer, "added_tokens_decoder", ())}
     count = min(LOOKED_AT, text.num_documents)
-    ends, num_thoughtless, last = list[int | None](), 0, ""
+    ends = list[int | None]()
+    num_thoughtless = 0
+    last = ""
     for document in range(count):
         turns = [*_counted_turns(text, document)]
         ends += [_end_of(tokens, tokenizer, marks) for tokens, end in turns if end < seq_len]

@@ -59,12 +59,15 @@ class PackedSequences(TextSequences):
         """Draws the orders of an epoch, and computes where each document starts in it."""
         if epoch == self._epoch:
             return
-        self._order, self._places = np.arange(self.text.num_documents), np.arange(self.num_sequences)
+        self._order = np.arange(self.text.num_documents)
+        self._places = np.arange(self.num_sequences)
         if self.seed is not None:
             random = np.random.default_rng([self.seed, epoch])
-            self._order, self._places = random.permutation(self._order), random.permutation(self._places)
+            self._order = random.permutation(self._order)
+            self._places = random.permutation(self._places)
         lengths = self.text.lengths[self._order]
-        self._starts, self._epoch = np.cumsum(lengths) - lengths, epoch
+        self._starts = np.cumsum(lengths) - lengths
+        self._epoch = epoch
 
 
 class PackedSamples(TextSequences):
@@ -109,7 +112,8 @@ def best_fit(lengths: Array, room: int) -> list[list[int]]:
             if not with_room[size]:
                 del sizes[at], with_room[size]
         else:
-            size, sequence = room, len(contents)
+            size = room
+            sequence = len(contents)
             contents.append([])
         contents[sequence].append(sample)
         if size > length:
@@ -195,12 +199,17 @@ class Mixture(JoinedSequences):
         self, parts: Sequence[TrainingSequences], shares: Sequence[float], seed: int | None, round_length: int
     ) -> None:
         """Takes sequences of one packing and one `seq_len`, one for each source, and each one's share of a round."""
-        self.seed, self.num_sequences = seed, sum(part.num_sequences for part in parts)
-        self.packing, self.seq_len, self.group_size = parts[0].packing, parts[0].seq_len, parts[0].group_size
+        self.seed = seed
+        self.num_sequences = sum(part.num_sequences for part in parts)
+        self.packing = parts[0].packing
+        self.seq_len = parts[0].seq_len
+        self.group_size = parts[0].group_size
         tokens = [share * part.mean_length for share, part in zip(shares, parts, strict=True)]
         self.mean_length = float(np.average([part.mean_length for part in parts], weights=shares))
         self.typical_length = float(np.average([part.typical_length for part in parts], weights=tokens))
-        self._parts, self._round_length, self._round = parts, round_length, -1
+        self._parts = parts
+        self._round_length = round_length
+        self._round = -1
         self._begins = self._order = self._places = np.zeros(0, dtype=np.int64)
 
     @abstractmethod
@@ -226,7 +235,7 @@ class Mixture(JoinedSequences):
 
 
 class MixedSequences(Mixture):
-    """Sequences of several sources. An epoch has as many as the sources have together.
+    """Sequences of several sources. An epoch has the number of all sources together.
 
         sources     aaaa bb, weights 1 and 2
         epoch 0     b a b b a b      a third of a; each source goes on where it was, in epochs of its own
@@ -239,7 +248,8 @@ class MixedSequences(Mixture):
         self, parts: Sequence[TrainingSequences], seed: int | None, weights: Sequence[float] | None = None
     ) -> None:
         """Takes sequences of one packing and one `seq_len`, one for each source."""
-        self.weights, self.texts = weights, [text for part in parts for text in part.texts]
+        self.weights = weights
+        self.texts = [text for part in parts for text in part.texts]
         self._of_epoch = _counts_of_epoch([part.num_sequences for part in parts], weights)
         if 0 in self._of_epoch:
             total = int(self._of_epoch.sum())
@@ -249,12 +259,17 @@ class MixedSequences(Mixture):
             )
         super().__init__(parts, self._of_epoch.tolist(), seed, int(self._of_epoch.sum()))
 
+    def take(self, texts: Sequence[TokenisedText]) -> None:
+        self.texts = [*texts]
+        for part, text in zip(self._parts, texts, strict=True):
+            part.take([text])
+
     def _counts(self, rounds: int) -> Array:
         return rounds * self._of_epoch
 
 
 def _counts_of_epoch(sizes: Sequence[int], weights: Sequence[float] | None) -> Array:
-    """Returns how many sequences of an epoch are from each source; together as many as all have."""
+    """Returns how many sequences of an epoch are from each source. Their sum is the number of all sequences."""
     if weights is None:
         return np.array(sizes)
     return rounded_counts(weights, sum(sizes))

@@ -45,12 +45,16 @@ class SampleReader:
         vocab_size: int | None = None,
     ):
         """`vocab_size` limits the ids of given tokens and labels, where the model is known."""
-        self._source, self._form, self._loss = source, form, loss
+        self._source = source
+        self._form = form
+        self._loss = loss
         self._vocab_size = vocab_size
-        self._tokenizer, self._template = tokenizer, template
+        self._tokenizer = tokenizer
+        self._template = template
         start = tokenizer("")["input_ids"]
         self._adds_end = bool(start) and start[-1] == tokenizer.eos_token_id and len(start) > 1
-        self.are_pairs, self.are_rated = form == "pairs", form == "rated"
+        self.are_pairs = form == "pairs"
+        self.are_rated = form == "rated"
         self.seam: str | None = None
         """Where in the rows so far the texts of a prompt and a completion would share a token, and are tokenised apart:
         the end of the first such prompt, and the beginning of its completion."""
@@ -90,7 +94,8 @@ class SampleReader:
         return self._counted(messages, len(messages) - 1, _tools(row.get("tools")))
 
     def _completion(self, row: Mapping[str, Any]) -> tuple[list[int], list[bool]]:
-        prompt, completion = row["prompt"], row["completion"]
+        prompt = row["prompt"]
+        completion = row["completion"]
         if prompt is None or completion is None:
             raise UnusableRowError(_NULL)
         if isinstance(prompt, str) and isinstance(completion, str):
@@ -99,7 +104,8 @@ class SampleReader:
             return self._text_completion(prompt, completion)
         if isinstance(prompt, str) or isinstance(completion, str):
             raise SlipstreamError("prompt and completion must both be texts or both lists of messages")
-        first, last = _checked_messages(prompt, "prompt"), _checked_messages(completion, "completion")
+        first = _checked_messages(prompt, "prompt")
+        last = _checked_messages(completion, "completion")
         return self._counted([*first, *last], len(first), _tools(row.get("tools")))
 
     def _counted(self, messages: list[dict[str, Any]], num_prompt: int, tools: Any) -> tuple[list[int], list[bool]]:
@@ -127,7 +133,8 @@ class SampleReader:
         count, which are learnt as one text, they are tokenised as one."""
         if self._loss == "assistant":
             raise SlipstreamError("data.loss=assistant needs messages, but prompt and completion are texts")
-        begin, whole = self._ids(prompt), self._ids(prompt + completion)
+        begin = self._ids(prompt)
+        whole = self._ids(prompt + completion)
         if whole[: len(begin)] != begin and self._loss != "all":
             # A token would be half of the prompt and half of the completion, which a generation never begins with.
             whole = begin + self._tokenizer(completion, add_special_tokens=False)["input_ids"]
@@ -145,7 +152,9 @@ class SampleReader:
 def _answers(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Returns the chosen and the rejected answer as completions of the prompt; without a prompt, the first messages
     that both have are it. Raises UnusableRowError and SlipstreamError as `read` does."""
-    prompt, chosen, rejected = row.get("prompt"), row["chosen"], row["rejected"]
+    prompt = row.get("prompt")
+    chosen = row["chosen"]
+    rejected = row["rejected"]
     if chosen is None or rejected is None:
         raise UnusableRowError(_NULL)
     columns = [column for column in (prompt, chosen, rejected) if column is not None]
@@ -156,7 +165,9 @@ def _answers(row: Mapping[str, Any]) -> list[dict[str, Any]]:
         if isinstance(chosen, str):
             raise SlipstreamError("chosen and rejected are texts, which need the column prompt: what both answer")
         shared = len([*takewhile(lambda both: both[0] == both[1], zip(chosen, rejected, strict=False))])
-        prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
+        prompt = chosen[:shared]
+        chosen = chosen[shared:]
+        rejected = rejected[shared:]
     if chosen == rejected:
         raise UnusableRowError(_EQUAL)
     return [{"prompt": prompt, "completion": answer, "tools": row.get("tools")} for answer in (chosen, rejected)]
@@ -179,7 +190,8 @@ class _RatedWriter:
     """Writes rated answers, each followed by its prompt with the answer to another prompt."""
 
     def __init__(self, seq_len: int) -> None:
-        self._seq_len, self._answers = seq_len, DocumentWriter()
+        self._seq_len = seq_len
+        self._answers = DocumentWriter()
         self._numbers = dict[bytes, int]()  # the numbers of prompts, by the digest of their tokens
         self._prompts = array("q")  # the number of each answer's prompt
         self._ratings: list[bool] = []
@@ -194,12 +206,16 @@ class _RatedWriter:
 
     def finish(self) -> TokenisedText:
         """Returns the text, to which no more can be added. Raises SlipstreamError where all answer one prompt."""
-        answers, writer = self._answers.finish(has_labels=True), DocumentWriter()
+        answers = self._answers.finish(has_labels=True)
+        writer = DocumentWriter()
         others: list[int] = _other_prompts(np.array(self._prompts)).tolist() if self._ratings else []
         for number, other in enumerate(others):
-            labels, others_labels = answers.labels_of(number), answers.labels_of(other)
-            begin, others_begin = _first_counted(labels), _first_counted(others_labels)
-            tokens, others_tokens = answers.document(number), answers.document(other)
+            labels = answers.labels_of(number)
+            others_labels = answers.labels_of(other)
+            begin = _first_counted(labels)
+            others_begin = _first_counted(others_labels)
+            tokens = answers.document(number)
+            others_tokens = answers.document(other)
             writer.add(tokens, labels)
             mismatched = [
                 np.concatenate([tokens[:begin], others_tokens[others_begin:]]),
@@ -419,7 +435,8 @@ def _given_tokens(row: Mapping[str, Any]) -> Sample:
         return tokens, labels
     if not any(attended):
         raise UnusableRowError(_EMPTY)
-    begin, end = attended.index(1), len(attended) - attended[::-1].index(1)
+    begin = attended.index(1)
+    end = len(attended) - attended[::-1].index(1)
     if not all(attended[begin:end]):
         raise SlipstreamError(
             f"attention_mask is 0 at token {attended.index(0, begin) + 1}, between tokens where it is 1; it may only "
@@ -447,7 +464,8 @@ _OF_PACKED_ROWS = ("position_ids", "seq_lengths")
 
 def _mask_of(row: Mapping[str, Any], column: str) -> list[Any] | None:
     """Returns a mask of the tokens of a row; None where it has none. Raises SlipstreamError where it isn't one."""
-    mask, tokens = row.get(column), row["input_ids"]
+    mask = row.get(column)
+    tokens = row["input_ids"]
     if mask is None:
         return None
     if len(mask) != len(tokens):
@@ -492,8 +510,12 @@ def read_samples(
     Raises:
         SlipstreamError: with the number of the row, where one hasn't the form of the others.
     """
-    writer, left_out, num_cut, seam = DocumentWriter(), dict[str, list[int]](), 0, reader.seam
-    rated, row_number = _RatedWriter(seq_len), 0
+    writer = DocumentWriter()
+    left_out = dict[str, list[int]]()
+    num_cut = 0
+    seam = reader.seam
+    rated = _RatedWriter(seq_len)
+    row_number = 0
     for row_number, row in enumerate(rows, start=1):
         try:
             documents, is_cut = reader.read(row, seq_len)
@@ -554,7 +576,8 @@ def show_example(text: TokenisedText, tokenizer: Any, progress: Progress) -> Non
     if console is None:
         return
     has_colours = console.color_system is not None and not console.no_color
-    tokens, labels = text.document(0).tolist(), text.labels_of(0).tolist()
+    tokens = text.document(0).tolist()
+    labels = text.labels_of(0).tolist()
     # A label is predicted from the tokens before it, so the first one never is.
     counts = [place > 0 and label != IGNORED for place, label in enumerate(labels)]
     shown = Text()

@@ -126,7 +126,8 @@ class TrainingSequences(ABC):
 
     def num_fitting(self, first: int, num_tokens: int) -> int:
         """Returns how many sequences from `first` on have together at most `num_tokens` tokens; at least one."""
-        left, index = num_tokens - self.length(first), first + 1
+        left = num_tokens - self.length(first)
+        index = first + 1
         while (left := left - self.length(index)) >= 0:
             index += 1
         return index - first
@@ -138,6 +139,10 @@ class TrainingSequences(ABC):
 
     def go_to(self, state: dict[str, Any]) -> None:
         """Goes to where `state` was taken."""
+        raise NotImplementedError
+
+    def take(self, texts: Sequence[TokenisedText]) -> None:
+        """Takes the same texts with values for their documents in place of those without."""
         raise NotImplementedError
 
     def share(self, first: int, size: int, replica: int, num_replicas: int) -> Sequence[int]:
@@ -174,11 +179,19 @@ class TextSequences(TrainingSequences):
 
     def __init__(self, text: TokenisedText, seq_len: int, seed: int | None, sizes: Array) -> None:
         """`sizes` are the tokens of each sequence, in the order of the text."""
-        self.text, self.texts, self.seq_len, self.seed = text, [text], seq_len, seed
-        self._sizes, self.num_sequences = sizes, len(sizes)
+        self.text = text
+        self.texts = [text]
+        self.seq_len = seq_len
+        self.seed = seed
+        self._sizes = sizes
+        self.num_sequences = len(sizes)
         self.mean_length = float(sizes.mean())
         self.typical_length = float((sizes**2).sum() / sizes.sum())
         self._visits = Shuffled(len(sizes), seed)
+
+    def take(self, texts: Sequence[TokenisedText]) -> None:
+        self.texts = texts
+        (self.text,) = texts
 
     def length(self, index: int) -> int:
         """Returns the tokens of a sequence, padding included."""
@@ -207,13 +220,16 @@ class Shuffled:
     """The order in which `number` things are visited in each epoch, drawn by `seed`; None keeps their order."""
 
     def __init__(self, number: int, seed: int | None) -> None:
-        self._number, self._seed = number, seed
-        self._epoch, self._visits = -1, np.zeros(0, dtype=np.int64)
+        self._number = number
+        self._seed = seed
+        self._epoch = -1
+        self._visits = np.zeros(0, dtype=np.int64)
 
     def __getitem__(self, index: int) -> int:
         epoch, position = divmod(index, self._number)
         if epoch != self._epoch:
-            self._epoch, self._visits = epoch, np.arange(self._number)
+            self._epoch = epoch
+            self._visits = np.arange(self._number)
             if self._seed is not None:
                 self._visits = np.random.default_rng([self._seed, epoch]).permutation(self._visits)
         return int(self._visits[position])
@@ -229,7 +245,8 @@ def _unpacked(rows: Sequence[Row]) -> TokenBatch:
 def _dealt(lengths: Sequence[int], num_replicas: int) -> list[list[int]]:
     """Returns the places of each replica's sequences: the longest first, each to whom has the fewest tokens (Graham
     1969)."""
-    tokens, shares = [0] * num_replicas, [list[int]() for _ in range(num_replicas)]
+    tokens = [0] * num_replicas
+    shares = [list[int]() for _ in range(num_replicas)]
     for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
         replica = tokens.index(min(tokens))
         tokens[replica] += lengths[place]
@@ -283,7 +300,8 @@ class HeldOutBatches:
     """
 
     def __init__(self, sequences: TrainingSequences, size: BatchSize) -> None:
-        self.sequences, self._number = sequences, sequences.num_sequences
+        self.sequences = sequences
+        self._number = sequences.num_sequences
         self._batches = list[Batch]()
         first = 0
         while first < self._number:
@@ -302,9 +320,11 @@ class HeldOutBatches:
     def batch(self, batch: Batch, replica: int = 0, num_replicas: int = 1) -> TokenBatch:
         """Returns a replica's part of a batch; of sequences in groups, such as pairs, those that don't count keep their
         labels, of which a loss of them is made."""
-        tokens, counts = self.sequences.batch(*batch, replica, num_replicas), self.counts(batch, replica, num_replicas)
+        tokens = self.sequences.batch(*batch, replica, num_replicas)
+        counts = self.counts(batch, replica, num_replicas)
         if self.sequences.group_size == 1:
             for labels, is_counted in zip(tokens.labels, counts, strict=True):
                 if not is_counted:
-                    labels.fill_(IGNORED)  # in place: a row of a tensor, or one of a list
+                    # In place, as they are a row of a tensor or one of a list
+                    labels.fill_(IGNORED)
         return tokens

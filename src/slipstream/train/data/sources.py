@@ -215,11 +215,13 @@ class Documents:
         odd = None
         for document in read():
             if not isinstance(document, str):
-                odd, num_null = document if odd is None else odd, num_null + 1
+                odd = document if odd is None else odd
+                num_null = num_null + 1
             elif not document.strip():
                 num_blank += 1
             else:
-                self._number, self.num_characters = self._number + 1, self.num_characters + len(document)
+                self._number = self._number + 1
+                self.num_characters = self.num_characters + len(document)
         if not self._number:
             instead = "" if odd is None else f", but values such as {odd!r} in the column {source.text_column!r}"
             raise SlipstreamError(f"{source.name} holds no text{instead}; give a source with at least one document")

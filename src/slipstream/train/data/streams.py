@@ -30,7 +30,8 @@ class RowStream:
 
     def __init__(self, source: SourceSection, block_rows: int) -> None:
         """Raises SlipstreamError where the data set can't be read, or is empty."""
-        self._source, self._block_rows = source, block_rows
+        self._source = source
+        self._block_rows = block_rows
         self._epoch, self._num_read = 0, 0  # rows of this epoch
         self._open()
         first = self._read(1)
@@ -42,7 +43,8 @@ class RowStream:
     @property
     def facts(self) -> dict[str, Any]:
         """The facts that decide the order of rows: of files what they hold, too."""
-        source, files = self._source, row_files(self._source)
+        source = self._source
+        files = row_files(self._source)
         what = source.dataset if source.files is None else source.name
         stream = f"{what}/{source.dataset_config}/{source.split}"
         if source.max_samples is not None:
@@ -55,17 +57,20 @@ class RowStream:
 
     def go_to(self, state: State) -> None:
         """Goes on where `state` was taken."""
-        self._epoch, self._num_read = state["epoch"], state["num_read"]
+        self._epoch = state["epoch"]
+        self._num_read = state["num_read"]
         self._open(state["rows"])
 
     def next_block(self) -> tuple[str, list[dict[str, Any]]]:
         """Returns the next rows, and which they are in words."""
         rows = self._read(self._block_rows)
         if not rows:
-            self._epoch, self._num_read = self._epoch + 1, 0
+            self._epoch = self._epoch + 1
+            self._num_read = 0
             self._open()
             rows = self._read(self._block_rows)
-        first, self._num_read = self._num_read + 1, self._num_read + len(rows)
+        first = self._num_read + 1
+        self._num_read = self._num_read + len(rows)
         return f"{self._source.name}, rows {first:,} to {self._num_read:,}", rows
 
     def _open(self, state: Any = None) -> None:
@@ -92,7 +97,7 @@ class _Block(NamedTuple):
     number: int
     first: int  # the number of its first sequence
     sequences: TrainingSequences
-    state: State  # of the stream, where the block begins
+    state: State  # the stream's, at the beginning of the block
 
     @property
     def end(self) -> int:
@@ -123,14 +128,20 @@ class StreamedSequences(JoinedSequences):
         Raises:
             SlipstreamError: as `tokenise` does, for the first block, and where no block has a sequence.
         """
-        self.packing, self.seq_len, self.seed, self.texts = packing, seq_len, seed, []
+        self.packing = packing
+        self.seq_len = seq_len
+        self.seed = seed
+        self.texts = []
         self.origin = {**stream.facts, **facts}
-        self._stream, self._tokenise = stream, tokenise
+        self._stream = stream
+        self._tokenise = tokenise
         self._thread = ThreadPoolExecutor(1)
         self._blocks = [self._make(0, 0)]
         first = self._blocks[0].sequences
-        self.mean_length, self.typical_length = first.mean_length, first.typical_length
-        self.num_sequences, self.first_text = first.num_sequences, first.texts[0]
+        self.mean_length = first.mean_length
+        self.typical_length = first.typical_length
+        self.num_sequences = first.num_sequences
+        self.first_text = first.texts[0]
         self._next: Future[_Block] | None = None
 
     def batch(self, first: int, size: int, replica: int = 0, num_replicas: int = 1) -> TokenBatch:
@@ -159,7 +170,8 @@ class StreamedSequences(JoinedSequences):
         if self._next is not None:
             self._next.cancel()
         self._thread.submit(self._stream.go_to, state["stream"]).result()
-        self._blocks, self._next = [self._thread.submit(self._make, state["number"], state["first"]).result()], None
+        self._blocks = [self._thread.submit(self._make, state["number"], state["first"]).result()]
+        self._next = None
 
     def _find(self, index: int) -> tuple[TrainingSequences, int]:
         block = self._block(index)
@@ -211,7 +223,9 @@ class MixedStreams(Mixture):
     def __init__(self, parts: Sequence[StreamedSequences], weights: Sequence[float], seed: int) -> None:
         """Takes streams of one packing and one `seq_len`."""
         super().__init__(parts, weights, seed, _ROUND)
-        self.parts, self.weights, self.texts = parts, weights, []
+        self.parts = parts
+        self.weights = weights
+        self.texts = []
         self.origin = {"sources": [part.origin for part in parts], "weights": [*weights]}
 
     def batch(self, first: int, size: int, replica: int = 0, num_replicas: int = 1) -> TokenBatch:
@@ -245,7 +259,8 @@ class MixedStreams(Mixture):
 
 def load_sequences(config: Config, inputs: Path, say: Callable[[str], None]) -> TrainingSequences:
     """Returns the sequences of a run whose inputs are in this folder. `say` gets a line on rows left out."""
-    section, training = config.data, config.training
+    section = config.data
+    training = config.training
     if section.streaming:
         return stream_sequences(config, load_tokenizer(str(inputs), config.model.trust_remote_code), say)
     texts = load_texts(inputs, "train")
@@ -268,7 +283,8 @@ def stream_sequences(
 def _stream(
     config: Config, source: SourceSection, tokenizer: Any, say: Callable[[str], None], vocab_size: int | None
 ) -> StreamedSequences:
-    section, seq_len = config.data, config.training.seq_len
+    section = config.data
+    seq_len = config.training.seq_len
     stream = RowStream(source, section.shuffle_rows)
     form = find_form(source, stream.columns)
     loss = find_loss(source, form)

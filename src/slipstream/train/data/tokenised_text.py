@@ -58,7 +58,8 @@ class ArrayWriter:
                 f"the tokens can't be written to {tempfile.gettempdir()}: {error.strerror}; make room there, or name a "
                 "folder on another disk in the environment variable TMPDIR"
             ) from error
-        self._parts, self._num_kept = [], 0
+        self._parts = []
+        self._num_kept = 0
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,8 @@ class TokenisedText:
         num_groups = self.num_documents // self.group_size
         order = np.random.default_rng(seed).permutation(num_groups)
         num_held_out = min(max(1, round(num_groups * fraction)), num_groups - 1)
-        held_out, rest = np.sort(order[:num_held_out]), np.sort(order[num_held_out:])
+        held_out = np.sort(order[:num_held_out])
+        rest = np.sort(order[num_held_out:])
         return self._select(rest), self._select(held_out)
 
     def _select(self, groups: Sequence[int] | Array) -> TokenisedText:
@@ -170,7 +172,8 @@ class DocumentWriter:
     """A text that grows by a document at a time; it needn't fit into memory."""
 
     def __init__(self) -> None:
-        self._tokens, self._labels = ArrayWriter(), ArrayWriter()
+        self._tokens = ArrayWriter()
+        self._labels = ArrayWriter()
         self._lengths = array("q", [0])
 
     def __len__(self) -> int:
@@ -266,7 +269,8 @@ def load_tokenizer(name: str, trusts_code: bool = False, instead: str = _ANOTHER
     if {*tokenizer.get_vocab()} <= {*tokenizer.all_special_tokens}:
         raise SlipstreamError(f"no tokenizer in {name!r}: it has no vocabulary but its special tokens. {instead}")
     if type(tokenizer).__module__.startswith("transformers_modules"):
-        type(tokenizer).register_for_auto_class()  # so that an export has the code, too
+        # An export then has the code, too.
+        type(tokenizer).register_for_auto_class()
     return tokenizer
 
 
@@ -278,10 +282,12 @@ def check_known(text: TokenisedText, tokenizer: Any, name: str) -> None:
     unknown token."""
     backend = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
     unknown = tokenizer.unk_token or getattr(backend, "unk_token", None)
-    if unknown == tokenizer.eos_token:  # as GPT-2 has it, which knows every byte
+    # GPT-2 has one token for both, and knows every byte.
+    if unknown == tokenizer.eos_token:
         unknown = None
     special = [token for token in tokenizer.all_special_tokens if token != unknown]
-    tokens, ids = text.tokens[:_LOOKED_AT], tokenizer.convert_tokens_to_ids
+    tokens = text.tokens[:_LOOKED_AT]
+    ids = tokenizer.convert_tokens_to_ids
     num_text = int(np.isin(tokens, ids(special), invert=True).sum())
     num_unknown = 0 if unknown is None else int((tokens == ids(unknown)).sum())
     if num_text <= 2 * num_unknown:
@@ -298,7 +304,8 @@ _DOCUMENTS = 100  # documents that are looked at
 def find_double_begin(text: TokenisedText, tokenizer: Any) -> str:
     """Returns which of the first documents begin with two begin tokens, as where the text has one and the tokenizer
     adds another; "" where none does."""
-    begin, number = tokenizer.bos_token_id, min(_DOCUMENTS, text.num_documents)
+    begin = tokenizer.bos_token_id
+    number = min(_DOCUMENTS, text.num_documents)
     doubled = sum(text.document(index)[:2].tolist() == [begin, begin] for index in range(number))
     if not doubled:
         return ""
@@ -346,7 +353,10 @@ def tokenise(
     if num_characters is None:
         documents = [*documents]
         num_characters = sum(map(len, documents))
-    end, writer, left, done = tokenizer.eos_token_id, DocumentWriter(), iter(documents), 0
+    end = tokenizer.eos_token_id
+    writer = DocumentWriter()
+    left = iter(documents)
+    done = 0
     with progress.counting("tokenising", total=num_characters) as show:
         while group := [*islice(left, _GROUP)]:
             for ids in tokenizer(group, verbose=False, return_attention_mask=False)["input_ids"]:

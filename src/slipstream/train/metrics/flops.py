@@ -26,11 +26,10 @@ from functools import partial
 import torch
 from transformers import PretrainedConfig
 
+from slipstream.atomic_files import cache_folder, keep_measured, read_kept
 from slipstream.cost import SHIPPED, AttentionCall, ModelCount, PartCount, load_cluster
-from slipstream.kept_files import cache_folder, keep_measured, read_kept
-from slipstream.model import HalfLayer, LayerHalf, LayerRange, ModelEnd
-from slipstream.model.adapters import ALL_WEIGHTS, TrainedWeights
-from slipstream.pipeline.families import StageLayout
+from slipstream.model import ALL_WEIGHTS, HalfLayer, LayerHalf, LayerRange, ModelEnd, TrainedWeights
+from slipstream.pipeline import StageLayout
 from slipstream.profile import count_model, identify_hardware, seconds_of
 from slipstream.schedule import Op, SlicedMicrobatch
 
@@ -42,10 +41,10 @@ class RunFigures:
     """The figures of a whole run. FLOPs are those of a step."""
 
     num_parameters: int
-    num_trained: int  # of them
+    num_trained: int  # the trained ones among them
     num_devices: int
     tokens_per_step: int
-    model_flops: float  # of whole sequences
+    model_flops: float  # operations on whole sequences
     peak_flops: float  # per second, of one device
     peak_source: str  # a data sheet, or which product was measured
     ptdp_num_parameters: float  # eq. 2, of a GPT with as many layers, hidden sizes and tokens
@@ -97,17 +96,20 @@ class FlopsMeter:
         peak: DevicePeak,
         trained: TrainedWeights = ALL_WEIGHTS,
     ) -> None:
-        self.count, self._seq_len = count_model(config, seq_len, trained=trained, halves=False), seq_len
+        self.count = count_model(config, seq_len, trained=trained, halves=False)
+        self._seq_len = seq_len
         self._batch_size = batch_size
         counted = self.count.counted(self.count.whole)
         self._whole = _Forward.of((part, None) for repetitions, part in counted for _ in range(repetitions))
         self._products = sum(repetitions * part.step_products.per_token for repetitions, part in counted)  # of a token
         self._counted: tuple[object, tuple[float, float, float]] = None, (0.0, 0.0, 1.0)  # the last recomputation
         text = config.get_text_config()
-        layers, hidden = text.num_hidden_layers, text.hidden_size
+        layers = text.num_hidden_layers
+        hidden = text.hidden_size
         weights = 12 * layers * hidden**2
         forward = 2 * weights * (1 + seq_len / (6 * hidden)) + 2 * hidden * text.vocab_size  # of a token
-        self.run = RunFigures(  # they hold for every step
+        # The figures hold for every step.
+        self.run = RunFigures(
             num_parameters=self.count.num_parameters,
             num_trained=self.count.num_trained,
             num_devices=num_devices,
@@ -135,7 +137,8 @@ class FlopsMeter:
             documents: the tokens of each document of the whole batch, which attends to itself alone. Default: every
                 sequence is one document, of `seq_len` tokens.
         """
-        run, whole = self.run, self._whole
+        run = self.run
+        whole = self._whole
         lengths = [self._seq_len] * self._batch_size if documents is None else documents
         tokens = sum(lengths)
         scores = sum(whole.scores(0, length) for length in lengths)
@@ -179,7 +182,8 @@ def recomputed_flops(
     """
     if layout is None or layout.recompute is None or layout.recompute.keeps_products:
         return 0.0, 0.0
-    stages, what = layout.layers, layout.recompute
+    stages = layout.layers
+    what = layout.recompute
     numbers = range(len(stages))
     whole = [_Forward.of(_repeated(count, stages, stage)) for stage in numbers]
     layers = [_Forward.of(_repeated(count, stages, stage, what.num_layers)) for stage in numbers]
@@ -187,8 +191,11 @@ def recomputed_flops(
     products = scores = 0.0
     for action in layout.training.positions:
         if action.op in again:
-            forward, rows = again[action.op][action.stage], microbatches[action.microbatch]
-            first, tokens, size = sum(rows.slices[: action.slice]), rows.slices[action.slice], rows.num_sequences
+            forward = again[action.op][action.stage]
+            rows = microbatches[action.microbatch]
+            first = sum(rows.slices[: action.slice])
+            tokens = rows.slices[action.slice]
+            size = rows.num_sequences
             products += replicas * size * tokens * forward.products
             scores += replicas * size * forward.scores(first, first + tokens)
     return products, scores
@@ -204,7 +211,8 @@ class _Forward:
     @classmethod
     def of(cls, parts: Iterable[tuple[PartCount, LayerHalf | None]]) -> _Forward:
         """Counts parts of a model: whole ones, and halves of layers."""
-        products, calls = 0.0, Counter[AttentionCall]()
+        products = 0.0
+        calls = Counter[AttentionCall]()
         for part, half in parts:
             products += part.ops[Op.F].flops.per_token * (1.0 if half is None else 0.5)
             calls.update(part.attentions if half is not LayerHalf.FEED_FORWARD else ())
@@ -241,8 +249,8 @@ def _repeated(
         yield count.head, None
 
 
-_SIZES = {"cpu": 1024, "cuda": 8192}  # of the square matrices
-_SECONDS, _AGAIN = 0.5, 0.05  # of measuring: the first time on this hardware, and then
+_SIZES = {"cpu": 1024, "cuda": 8192}  # rows of the square matrices
+_SECONDS, _AGAIN = 0.5, 0.05  # of measuring: the first time on some hardware, and later
 _MOST_PRODUCTS = 50
 # Words in the names of devices that are slower than the SXM modules in the descriptions of clusters.
 _LESSER = frozenset({"pcie", "nvl", "mig", "laptop", "d"})
@@ -273,7 +281,8 @@ def peak_by_name(name: str, dtype: torch.dtype) -> DevicePeak | None:
     """Returns the peak that the descriptions give for a device, named as CUDA does; None where they have none."""
     if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
         return None  # float32 products then run as TensorFloat-32 or bfloat16, which the descriptions don't have
-    words, kind = set(_words(name)), str(dtype).removeprefix("torch.")
+    words = set(_words(name))
+    kind = str(dtype).removeprefix("torch.")
     for device in (load_cluster(shipped).device for shipped in SHIPPED):
         described = _words(device.name)
         model = next(word for word in described if re.search(r"\d{2}", word))  # `h100` of NVIDIA H100-SXM5-80GB
@@ -288,17 +297,22 @@ def measure_peak(device: torch.device, dtype: torch.dtype) -> DevicePeak:
     It is kept, and returned where this hardware is slower now: busy with something else, it has no lower peak, against
     which the same step would look faster. Where one is kept, a few products show whether it is the fastest.
     """
-    n, kind = _SIZES.get(device.type, _SIZES["cuda"]), str(dtype).removeprefix("torch.")
+    n = _SIZES.get(device.type, _SIZES["cuda"])
+    kind = str(dtype).removeprefix("torch.")
     hardware = identify_hardware(device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    file, key = cache_folder() / "peaks.json", json.dumps([kind, *asdict(hardware).values()])
+    file = cache_folder() / "peaks.json"
+    key = json.dumps([kind, *asdict(hardware).values()])
     kept = float(read_kept(file).get(key, 0.0))
     generator = torch.Generator().manual_seed(0)  # training's own random numbers stay as they are
     a, b = (torch.randn(n, n, generator=generator).to(device, dtype) for _ in range(2))
     product = partial(torch.mm, a, b)
     product()  # the first one also pays for memory and for choosing a kernel
-    best, began, runs = float("inf"), time.perf_counter(), 0
+    best = float("inf")
+    began = time.perf_counter()
+    runs = 0
     while runs == 0 or (time.perf_counter() - began < (_AGAIN if kept else _SECONDS) and runs < _MOST_PRODUCTS):
-        best, runs = min(best, seconds_of(product, device)), runs + 1
+        best = min(best, seconds_of(product, device))
+        runs = runs + 1
     flops = 2 * n**3 / best
     if flops > kept:
         keep_measured(file, {**read_kept(file), key: flops})

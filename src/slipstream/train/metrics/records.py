@@ -40,7 +40,7 @@ _PHASE = {
     Op.W: "weight_gradients",
     Op.R: "recomputation",
     Op.REDUCE_GRAD: "gradient_reduction",
-    Op.V: "forward",  # with a part of the backward
+    Op.V: "forward",  # and a part of the backward
     Op.L: "forward",
     Op.VW: "weight_gradients",
     Op.E: "forward",
@@ -58,7 +58,7 @@ class Phases:
     """
 
     forward: float = 0.0
-    backward: float = 0.0  # with weight gradients, unless the schedule splits them off
+    backward: float = 0.0  # weight gradients included, unless they are split off
     weight_gradients: float = 0.0
     recomputation: float = 0.0
     communication_wait: float = 0.0  # waits for messages that have been sent
@@ -73,7 +73,8 @@ class Phases:
         """Returns the seconds of each phase in which a rank computed, without waits for others."""
         seconds = {"optimizer": optimizer, "data": data}
         for span in timeline.compute_spans:
-            if span.rank == rank and span.action.op is not Op.REDUCE_GRAD:  # in which replicas wait for each other
+            # Replicas wait for each other in that.
+            if span.rank == rank and span.action.op is not Op.REDUCE_GRAD:
                 seconds[_PHASE[span.action.op]] = seconds.get(_PHASE[span.action.op], 0.0) + span.seconds
         return seconds
 
@@ -106,8 +107,8 @@ class StartRecord:
     """A start of the run, or of its ranks again: after which step, when, on which machines, and with which versions."""
 
     started_after: int  # 0 where the run begins
-    time: str  # in ISO 8601, with the zone
-    hosts: list[str]  # of each rank
+    time: str  # ISO 8601, zone included
+    hosts: list[str]  # each rank's host
     device: str
     versions: dict[str, str]
     mesh: dict[str, int] | None = None  # the ranks of each axis
@@ -145,16 +146,16 @@ class StepRecord:
     tokens_per_second: float
     idle_fraction: float
     peak_memory: list[int]
-    figures: StepFigures | None = None  # of the leading rank; None where the model's operations can't be counted
+    figures: StepFigures | None = None  # the leading rank's; None where operations can't be counted
     phases: Phases | None = None
-    bytes_sent: dict[str, int] | None = None  # by axis of the mesh, of all ranks together
+    bytes_sent: dict[str, int] | None = None  # all ranks together, by axis of the mesh
     trial: bool | None = None  # True where "auto" was still to plan
-    tokens: int | None = None  # of the whole batch
-    rank_phases: list[dict[str, float]] | None = None  # of each rank the seconds that it computed, without waits
-    rewards: dict[str, float] | None = None  # of preferences: chosen, rejected, margin, accuracy; means over pairs
+    tokens: int | None = None  # the whole batch
+    rank_phases: list[dict[str, float]] | None = None  # each rank's seconds of computing, without waits
+    rewards: dict[str, float] | None = None  # chosen, rejected, margin, accuracy; means over pairs
     bad: dict[str, Any] | None = None  # why a step didn't update, its samples, and the remedy
     stragglers: list[str] | None = None  # a line for each rank that has become slow
-    gpu_memory: list[GpuMemory | None] | None = None  # of each rank; None where none computes on a GPU
+    gpu_memory: list[GpuMemory | None] | None = None  # each rank's; None where none computes on a GPU
 
     def texts(self) -> list[str]:
         """Returns the figures next to the bar, the most watched first: a narrow terminal has no room for the last."""
@@ -236,7 +237,8 @@ class MetricsFile:
         """Opens the file; a run that is resumed keeps the lines up to that step, as the later steps run again."""
         earlier = read_lines(path) if resumed_after else ()
         lines = "".join(json.dumps(line) + "\n" for line in earlier if line.get("step", 0) <= resumed_after).encode()
-        self._path, self._run = path, RunFolder(path.parent)
+        self._path = path
+        self._run = RunFolder(path.parent)
         # Lines that an earlier run still appends are not in a replaced file.
         self._file = self._replace(lines)
         self._unwritten = b""  # lines for which the disk had no room
@@ -286,7 +288,7 @@ class MetricsFile:
         self._unwritten = b""
 
 
-_FLUSH_SECONDS = 10  # so that a run can be watched
+_FLUSH_SECONDS = 10  # soon enough to watch a run
 _NEVER = 10**9  # seconds
 
 
@@ -354,7 +356,8 @@ class WeightsAndBiases:
         step = values.pop("step", None)
         if step is None:
             self._run.summary.update(values)
-        elif isinstance(record, SaveRecord):  # of an earlier step, of which wandb takes nothing more
+        # The save was of an earlier step, of which wandb takes nothing more.
+        elif isinstance(record, SaveRecord):
             self._run.log(dict(flat(values)), commit=False)
         else:
             self._run.log(dict(flat(values)), step=step)

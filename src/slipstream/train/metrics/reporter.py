@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from slipstream.errors import SlipstreamError
-from slipstream.model.autograd_memory import recompute_advice
+from slipstream.model import recompute_advice
 from slipstream.parallel import GpuMemory, RankGroup, expands_segments, fragmentation_advice
 from slipstream.pipeline import Pipeline
 from slipstream.planner.joint import JointPlan, SlicedUnits
@@ -57,7 +57,10 @@ class Reporter:
             resumed_after: the steps before; 0 where the run begins.
             plan: of the rows that the run trains on, where it has planned them by itself.
         """
-        config, self._run, self._pipe, self._plan = run.config, run, pipe, plan
+        config = run.config
+        self._run = run
+        self._pipe = pipe
+        self._plan = plan
         axes = {axis: group for axis, group in pipe.axes.items() if axis != "pp"}
         summed = {"gradients": pipe.copies, "expert_gradients": pipe.expert_copies}  # perhaps over several axes
         joined = {group: name for name, group in reversed(summed.items()) if group not in axes.values()}
@@ -68,9 +71,8 @@ class Reporter:
         if pipe.leads:
             try:
                 length, rows = map(round, sequence)
-                counted = pipe.config, length, rows, run.world.size, peak
                 with watchdog_paused("counting the model's operations"):
-                    self._figures = FlopsMeter(*counted, pipe.trained_weights)
+                    self._figures = FlopsMeter(pipe.config, length, rows, run.world.size, peak, pipe.trained_weights)
             except SlipstreamError as error:
                 run.progress.say(f"FLOPs are not shown: {error}")
         self._trackers: list[Tracker] = []  # none on ranks other than the first
@@ -78,10 +80,11 @@ class Reporter:
         self._stragglers, hosts = self._watch_for_stragglers()
         self._allocators = AllocatorWatch(run.world.gather(GpuMemory.now()), config.memory.recompute)
         self.asked_to_stop = ""  # the signal that has asked any rank to stop
-        self._num_tokens = 0  # of all steps
-        self._seconds: dict[bool, list[float]] = {False: [], True: []}  # by whether "auto" was trying
+        self._num_tokens = 0  # all steps together
+        self._seconds: dict[bool, list[float]] = {False: [], True: []}  # by whether "auto" was trying settings
         if pipe.leads:
-            settings, folder = config.model_dump(mode="json"), run.folder
+            settings = config.model_dump(mode="json")
+            folder = run.folder
             if resumed_after:
                 repeated, self._stood_since = last_of_before(folder.metrics, resumed_after)
             folder.listed.add(folder.metrics)
@@ -100,7 +103,8 @@ class Reporter:
         """
         gathered = self._run.world.gather((self._pipe.rank, socket.gethostname()))
         peers = [[rank for rank, (place, _) in enumerate(gathered) if place == mine] for mine, _ in gathered]
-        self._places, hosts = [place for place, _ in gathered], [host for _, host in gathered]
+        self._places = [place for place, _ in gathered]
+        hosts = [host for _, host in gathered]
         return Stragglers(peers, hosts), hosts
 
     def write(self, record: MetricsRecord) -> None:
@@ -132,12 +136,14 @@ class Reporter:
         """
         documents = batch.document_lengths() if self._pipe.leads_replica else []
         computed = Phases.computed(timeline, self._pipe.rank, result.optimizer_seconds, data_seconds)
-        sent_now, on_gpu = self._traffic.of_step(self._pipe.bytes_sent), GpuMemory.now()
+        sent_now = self._traffic.of_step(self._pipe.bytes_sent)
+        on_gpu = GpuMemory.now()
         mine = peak_memory(), sent_now, documents, asked_to_stop, computed, on_gpu
         memory, sent, lengths, asked, phases, gpus = zip(*self._run.world.gather(mine), strict=True)
         self.asked_to_stop = next(filter(None, asked), "")
         seconds = result.seconds
-        figures, documents = None, [length for of_rank in lengths for length in of_rank]
+        figures = None
+        documents = [length for of_rank in lengths for length in of_rank]
         slow = [] if trial else self._describe_slow(step, phases)
         if self._figures is not None:
             figures = self._figures.of_step(seconds, *self._pipe.last_step, documents)
@@ -192,7 +198,7 @@ class Reporter:
                 tracker.close()
 
 
-_LEAST_GAIN = 0.03  # of the step's time, below which noise decides
+_LEAST_GAIN = 0.03  # the least share of a step's time above noise
 
 
 def cut_advice(config: Config, plan: JointPlan | None, rank: int, place: int, slowness: float) -> list[str]:
@@ -205,7 +211,8 @@ def cut_advice(config: Config, plan: JointPlan | None, rank: int, place: int, sl
         return []
     units = SlicedUnits(plan.costs, plan.slices, plan.costs.link(plan.schedule.num_ranks), plan.recompute)
     slowed = SlowedStep(units, plan.schedule, {place: slowness})
-    seconds, (cut, best) = slowed.seconds(plan.partition), slowed.best_cut(plan.partition)
+    seconds = slowed.seconds(plan.partition)
+    (cut, best) = slowed.best_cut(plan.partition)
     if config.parallel.data > 1:  # the other replicas wait for the slow one, but lose by the cut
         best = max(best, SlowedStep(units, plan.schedule, {}).seconds(cut))
     slow = f"rank {rank} computes {slowness:.2g} times as slowly"
@@ -220,8 +227,9 @@ def cut_advice(config: Config, plan: JointPlan | None, rank: int, place: int, sl
 
 
 _FACTOR = 1.3  # times the peers' median
-_STEPS = 20  # of which the median is taken; and as many medians in a row have to be high
-_LEAST_SECONDS = 0.005  # of a step by which it is slower: below that the noise of a clock and a scheduler counts
+_STEPS = 20  # steps of a median, and the medians in a row that have to be high
+# A step has to be slower by these seconds: below them the noise of a clock and a scheduler counts.
+_LEAST_SECONDS = 0.005
 
 
 class Straggler(NamedTuple):
@@ -242,9 +250,10 @@ class Stragglers:
 
     def __init__(self, peers: Sequence[Sequence[int]], hosts: Sequence[str]) -> None:
         """`peers` has for each rank the ranks that do the same work, with itself; `hosts` the machine of each."""
-        self._peers, self._hosts = peers, hosts
+        self._peers = peers
+        self._hosts = hosts
         self._last = [deque[dict[str, float]](maxlen=_STEPS) for _ in peers]
-        self._usual: list[float] = []  # of each rank by itself, once it is known
+        self._usual: list[float] = []  # each rank's own seconds, once known
         self._in_a_row = [0] * len(peers)
 
     def add(self, step: int, phases: Sequence[dict[str, float]]) -> list[Straggler]:
@@ -367,5 +376,6 @@ class Traffic:
 def _ring_bytes(group: RankGroup) -> float:
     """Returns the bytes that this rank has sent in all collectives of the group so far."""
     part = (group.size - 1) / group.size
-    shares = {"all_reduce": 2 * part, "all_to_all": 1}  # of the latter only numbers for other ranks are counted
+    # Of an all-to-all only the numbers for other ranks are counted.
+    shares = {"all_reduce": 2 * part, "all_to_all": 1}
     return sum(shares.get(name, part) * size for name, size in group.payload.items())

@@ -13,9 +13,7 @@ from torch import Tensor
 
 from slipstream.cost import AnalyticSource, Cluster, ModelCount, load_cluster
 from slipstream.errors import SlipstreamError
-from slipstream.model import meta_model, torch_dtype
-from slipstream.model.anatomy import expert_modules
-from slipstream.model.autograd_memory import recompute_advice
+from slipstream.model import expert_modules, meta_model, recompute_advice, torch_dtype
 from slipstream.planner.plans import Prediction
 from slipstream.planner.search import make_options, search_plans
 from slipstream.profile import count_model
@@ -39,7 +37,8 @@ def less_memory(failure: str, config: Config, account: Callable[[], Account | No
     """
     if not _RAN_OUT.search(failure.splitlines()[-1]):
         return []
-    planned, changes = account(), _changes(config)
+    planned = account()
+    changes = _changes(config)
     told = [text if planned is None else f"{text}: {_bytes_with(planned, change)}" for text, change in changes]
     holds = "" if planned is None else f"By the planner's account the fullest rank holds {bytes_text(planned())}. "
     return [f"{holds}To need less memory, try in this order: {'; '.join(told)}; or more ranks"]
@@ -47,8 +46,11 @@ def less_memory(failure: str, config: Config, account: Callable[[], Account | No
 
 def _changes(config: Config) -> list[tuple[str, dict[str, Any]]]:
     """Returns changes that need less memory, as they are typed, and as an account takes them."""
-    pipeline, memory, training = config.pipeline, config.memory, config.training
-    rows, changes = training.batch_size // config.parallel.data, list[tuple[str, dict[str, Any]]]()
+    pipeline = config.pipeline
+    memory = config.memory
+    training = config.training
+    rows = training.batch_size // config.parallel.data
+    changes = list[tuple[str, dict[str, Any]]]()
     if training.batch_tokens is None and pipeline.num_microbatches < rows and pipeline.microbatches is None:
         more = min(2 * pipeline.num_microbatches, rows)
         text = f"--pipeline.num_microbatches={more} (now {pipeline.num_microbatches})"
@@ -83,7 +85,9 @@ def check_memory(config: Config, model_config: Any) -> None:
     They are counted as if the ranks had equal parts, of which one at least has the mean. A step's other memory is known
     only to the ranks, which refuse it before their first step.
     """
-    limit, parallel, num_ranks = config.memory.limit, config.parallel, config.pipeline.num_ranks
+    limit = config.memory.limit
+    parallel = config.parallel
+    num_ranks = config.pipeline.num_ranks
     if limit is None:
         return
     whole = meta_model(model_config, torch_dtype(precision_named(config.training.precision).dtype))
@@ -127,7 +131,8 @@ def memory_account(config: Config, model_config: Any) -> Account | None:
     Activations are those of the longest sequences, attention that of a fused kernel; an order that is open is taken
     for 1f1b with 8 slices.
     """
-    dtype, trained = compute_dtype(config), trained_weights(config, model_config)
+    dtype = compute_dtype(config)
+    trained = trained_weights(config, model_config)
     counts: dict[int, ModelCount] = {}
 
     def account(**changes: Any) -> float:
@@ -154,7 +159,9 @@ def simulated_ratio(before: Config, now: Config, model_config: Any) -> float | N
 
 
 def _predict(config: Config, count: ModelCount, length: int, changes: dict[str, Any]) -> Prediction:
-    pipeline, parallel, memory = config.pipeline, config.parallel, config.memory
+    pipeline = config.pipeline
+    parallel = config.parallel
+    memory = config.memory
     rows = max(1, _sequences(config, length) // parallel.data)
     num_microbatches = pipeline.num_microbatches if pipeline.microbatches is None else len(pipeline.microbatches)
     rows_each = -(-rows // changes.get("num_microbatches", num_microbatches))

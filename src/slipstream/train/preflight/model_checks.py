@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -12,47 +11,30 @@ from typing import Any
 from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress
 from slipstream.model import (
+    TrainedWeights,
+    adapted_model,
     check_carried_state,
     check_length,
     check_packed,
+    check_quantisable,
     check_saved_model,
+    check_saved_weights,
     check_trainable,
     check_unquantised,
-    config_from_settings,
-    find_anatomy,
-    load_config,
-    longest_packed_sequence,
-    meta_model,
-    set_vocab_size,
-    trust_remote_code,
-)
-from slipstream.model.adapters import (
-    TrainedWeights,
-    adapted_model,
-    check_saved_weights,
     find_frozen,
     find_targets,
     freeze,
+    longest_packed_sequence,
+    meta_model,
+    set_vocab_size,
     trained_text,
 )
-from slipstream.model.quantised import check_quantisable
 from slipstream.parallel import check_sharing
-from slipstream.pipeline.families import planned_vocabulary
-from slipstream.pipeline.families.causal_lm_layout import find_router_loss, plan_layout
-from slipstream.pipeline.pipeline_options import PipelineOptions
-from slipstream.pipeline.tuning import StepSettings
-from slipstream.train.config import Config, ModelSection
-from slipstream.train.config.run_config import count_launched
-from slipstream.train.planned_start import is_open
-
-
-def load_model_config(model: ModelSection) -> Any:
-    """Returns the transformers configuration of a folder, a hub name or the settings themselves."""
-    if model.path is not None:
-        if model.trust_remote_code:
-            trust_remote_code(model.path)
-        return load_config(model.path)
-    return config_from_settings(model.config or {}, "model.config")
+from slipstream.pipeline import PipelineOptions, check_options
+from slipstream.train.config import Config
+from slipstream.train.config.this_machine import count_launched
+from slipstream.train.model_files import ModelFiles
+from slipstream.train.recorded_plan import is_open
 
 
 def check_new_rows(config: Config, model_config: Any, number: int) -> None:
@@ -61,7 +43,8 @@ def check_new_rows(config: Config, model_config: Any, number: int) -> None:
     an adapter."""
     grown = copy.deepcopy(model_config)
     set_vocab_size(grown, model_config.get_text_config().vocab_size + 1)
-    before, after = meta_model(model_config), meta_model(grown)
+    before = meta_model(model_config)
+    after = meta_model(grown)
     shapes = {name: tensor.shape for name, tensor in before.state_dict().items()}
     ends = {id(table) for table in (after.get_input_embeddings(), after.get_output_embeddings())}
     tables = {name for name, module in after.named_modules() if id(module) in ends}
@@ -96,12 +79,13 @@ def check_new_rows(config: Config, model_config: Any, number: int) -> None:
     )
 
 
-def check_model(config: Config, model_config: Any, progress: Progress) -> None:
+def check_model(config: Config, files: ModelFiles, progress: Progress) -> None:
     """Makes the checks that every rank would make when it builds its part of the model.
 
     Raises:
         SlipstreamError: with the given value, the allowed ones and the setting to type.
     """
+    model_config = files.config
     check_unquantised(model_config)
     check_layers(config, model_config)
     if config.lora is not None:
@@ -110,7 +94,7 @@ def check_model(config: Config, model_config: Any, progress: Progress) -> None:
         _check_frozen(config.model.freeze, model_config, progress)
     check_length(model_config, config.training.seq_len, "training.seq_len")
     if config.model.pretrained:
-        _check_weights(Path(str(config.model.path)), model_config, progress)
+        _check_weights(Path(str(config.model.path)), files, progress)
     if config.runtime.self_check:
         with progress.waiting("checking that the model can be sliced"):
             check = check_trainable(model_config, is_cut=config.pipeline.slices != 1)
@@ -121,8 +105,9 @@ def check_model(config: Config, model_config: Any, progress: Progress) -> None:
     elif config.pipeline.slices != 1:
         check_carried_state(model_config)
         check_packed(model_config, longest_packed_sequence(model_config), config.training.seq_len)
-    _check_layout(config, model_config)
-    find_router_loss(model_config, config.pipeline.router_loss, config.parallel.tensor, "pipeline.router_loss")
+    options = PipelineOptions(**config.pipeline_options())
+    is_planned = is_open(config)
+    check_options(model_config, options, config.pipeline.num_ranks, config.parallel.tensor, is_planned, "pipeline.")
     check_shares(config, model_config)
 
 
@@ -135,7 +120,8 @@ def check_shares(config: Config, model_config: Any) -> None:
 def check_layers(config: Config, model_config: Any) -> None:
     """Raises SlipstreamError where there are more stages than layers, or a partition of another number of layers."""
     num_layers = model_config.get_text_config().num_hidden_layers
-    pipeline, partition = config.pipeline, config.pipeline.partition
+    pipeline = config.pipeline
+    partition = config.pipeline.partition
     num_stages = pipeline.num_ranks * pipeline.stages_per_rank
     if num_stages > num_layers and partition == "auto":
         asked = f"pipeline.num_ranks={pipeline.num_ranks}"
@@ -164,23 +150,13 @@ def _launched_hint(num_ranks: int, most: int) -> str:
     )
 
 
-def _check_layout(config: Config, model_config: Any) -> None:
-    """Raises SlipstreamError where options don't fit together, by the functions with which every rank checks them."""
-    options = PipelineOptions(**config.pipeline_options())
-    settings = StepSettings(options, config.pipeline.num_ranks)
-    anatomy, tensor_ranks = find_anatomy(model_config), config.parallel.tensor
-    if options.vocabulary == "spread" and is_open(config):  # the plan decides the rest
-        planned_vocabulary(model_config, anatomy, config.pipeline.num_ranks, tensor_ranks, options)
-        options = replace(options, vocabulary="whole")
-    plan_layout(model_config, anatomy, settings.schedule, settings.slices, options, tensor_ranks)
-
-
 def _check_lora(config: Config, model_config: Any, progress: Progress) -> None:
     """Says how much trains. Raises SlipstreamError where PEFT isn't installed, or no module can have the adapter."""
     if find_spec("peft") is None:
         raise SlipstreamError("lora needs PEFT, an extra: pip install 'slipstream[peft]'")
     assert config.lora is not None
-    whole, adapter = meta_model(model_config), config.lora.adapter(str(config.model.path))
+    whole = meta_model(model_config)
+    adapter = config.lora.adapter(str(config.model.path))
     if adapter.on_4_bits:
         check_quantisable(whole, adapter.config)
     find_targets(whole, adapter.config)
@@ -213,7 +189,7 @@ def _check_frozen(patterns: Sequence[str], model_config: Any, progress: Progress
     progress.say(f"model.freeze: {trained_text(whole)}")
 
 
-def _check_weights(folder: Path, model_config: Any, progress: Progress) -> None:
+def _check_weights(folder: Path, files: ModelFiles, progress: Progress) -> None:
     """Checks that a local model's files are whole and have the weights of its configuration; a hub checks its own
     files. Warns of weights that aren't read."""
     if not folder.is_dir():
@@ -223,5 +199,5 @@ def _check_weights(folder: Path, model_config: Any, progress: Progress) -> None:
             f"model.path={folder} holds no .safetensors file; save the model in that format, "
             "or train its architecture from random weights with --model.init=random"
         )
-    if warning := check_saved_model(folder, model_config):
+    if warning := check_saved_model(folder, files.config, files.num_saved):
         progress.warn(warning)

@@ -11,7 +11,6 @@ from typing import Any
 from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress
 from slipstream.model import NewTokens, longest_sequence, set_vocab_size
-from slipstream.pipeline.weights import read_generation
 from slipstream.train import data
 from slipstream.train.config import Config, SampleSection, SourceSection
 from slipstream.train.data.chat_templates import (
@@ -25,7 +24,8 @@ from slipstream.train.data.chat_templates import (
 from slipstream.train.data.open_source import WITH_ANSWERS, OpenSource, check_tokenised, find_form, find_loss
 from slipstream.train.data.samples import SampleReader, read_samples, show_example
 from slipstream.train.data.streams import MixedStreams, RowStream, stream_sequences
-from slipstream.train.preflight.model_checks import check_new_rows, load_model_config
+from slipstream.train.model_files import ModelFiles
+from slipstream.train.preflight.model_checks import check_new_rows
 from slipstream.units import plural
 
 
@@ -36,48 +36,55 @@ class PreparedText:
     tokenizer: Any  # transformers.PreTrainedTokenizerBase
     train: list[data.TokenisedText]
     validation: list[data.TokenisedText]
-    sequences: data.TrainingSequences  # of `train`, or of a stream
+    sequences: data.TrainingSequences  # `train`'s, or a stream's
 
 
-def prepare_text(config: Config, model_config: Any, progress: Progress) -> PreparedText:
+def prepare_text(config: Config, files: ModelFiles, progress: Progress) -> PreparedText:
     """Reads and tokenises all sources, and shows a sample of which not every token counts. Warns of turns
     without an end, and of empty thoughts.
 
-    A tokenizer that is trained here sets the special tokens of `model_config`.
+    A tokenizer that is trained here sets the special tokens of the model.
 
     Raises:
         SlipstreamError: where a source can't be read, or its tokens don't fit the model or the length.
     """
-    section, training = config.data, config.training
+    section = config.data
+    training = config.training
+    model_config = files.config
     check_template(section.chat_template)
-    named = named_tokenizer(config)
-    if named is not None:
-        check_tokenizer(named, config, model_config, progress)
+    if files.tokenizer is not None:
+        check_tokenizer(config, files, progress)
     with progress.waiting("reading text"):
         sources = [] if section.streaming else [_open(config, source, progress) for source in section.all_sources]
         held_out = _open_validation(config, progress)
     for source in sources:
         progress.say(source.describe())
-    tokenizer = make_tokenizer(config, model_config, sources, named, progress)
+    tokenizer = make_tokenizer(config, files, sources, progress)
     needs_template = any(source.has_messages for source in [*sources, *held_out])
     template = ChatTemplate(tokenizer, section.chat_template) if needs_template else None
-    how = (tokenizer, template, training.seq_len, progress, model_config.get_text_config().vocab_size)
-    texts = [source.tokenise(*how) for source in sources]
-    validation = [source.tokenise(*how) for source in held_out]
+    vocab_size = model_config.get_text_config().vocab_size
+
+    def tokenised(opened: OpenSource) -> data.TokenisedText:
+        return opened.tokenise(tokenizer, template, training.seq_len, progress, vocab_size)
+
+    texts = [tokenised(source) for source in sources]
+    validation = [tokenised(source) for source in held_out]
     if not validation:
         parts = [text.split(section.validation_fraction, training.seed) for text in texts]
-        texts, validation = [train for train, _ in parts], [other for _, other in parts]
+        texts = [train for train, _ in parts]
+        validation = [other for _, other in parts]
     if section.streaming:
-        sequences, read, chats = _open_stream(config, tokenizer, model_config.get_text_config().vocab_size, progress)
+        sequences, read, chats = _open_stream(config, tokenizer, vocab_size, progress)
     else:
-        read, chats = texts, [text for text, source in zip(texts, sources, strict=True) if source.has_messages]
+        read = texts
+        chats = [text for text, source in zip(texts, sources, strict=True) if source.has_messages]
         num_tokens = sum(len(text.tokens) for text in [*texts, *validation])
         progress.say(f"tokens: {num_tokens:,}, vocabulary {len(tokenizer):,}")
         sequences = data.sequences_of(texts, section.packing, training.seq_len, training.seed, section.weights)
     check_vocabulary(max(text.largest() for text in [*read, *validation]), model_config)
     if sample := next((text for text in read if text.labels is not None), None):
         show_example(sample, tokenizer, progress)
-    for problem in find_turn_problems(chats, tokenizer, training.seq_len, stop_tokens(config, model_config)):
+    for problem in find_turn_problems(chats, tokenizer, training.seq_len, files.stop_tokens):
         progress.warn(problem)
     return PreparedText(tokenizer, texts, validation, sequences)
 
@@ -116,7 +123,7 @@ def _open_stream(
     return sequences, [stream.first_text for stream in streams], chats
 
 
-def check_turns(config: Config) -> list[str] | None:
+def check_turns(config: Config, files: ModelFiles) -> list[str] | None:
     """Returns a run's warnings about its conversations, by their first rows alone; None where it has none.
 
     Raises:
@@ -127,7 +134,8 @@ def check_turns(config: Config) -> list[str] | None:
     forms = [find_form(source, stream.columns, answers) for source, stream in sources]
     if {*forms}.isdisjoint(WITH_ANSWERS):
         return None
-    tokenizer, seq_len = named_tokenizer(config), config.training.seq_len
+    tokenizer = files.tokenizer
+    seq_len = config.training.seq_len
     if tokenizer is None:
         raise SlipstreamError("the run trains its tokenizer first, and warns itself")
     template = ChatTemplate(tokenizer, config.data.chat_template) if config.data.chat_template else None
@@ -140,37 +148,28 @@ def check_turns(config: Config) -> list[str] | None:
             reader = SampleReader(source, form, find_loss(source, form), tokenizer, template)
             name, rows = stream.next_block()
             texts.append(read_samples(rows, reader, name, seq_len)[0])
-    model_config = load_model_config(config.model)
-    stop_at_end_of_text(config, model_config, tokenizer)
-    return find_turn_problems(texts, tokenizer, seq_len, stop_tokens(config, model_config))
+    stop_at_end_of_text(config, files, tokenizer)
+    return find_turn_problems(texts, tokenizer, seq_len, files.stop_tokens)
 
 
-def named_tokenizer(config: Config) -> Any | None:
-    """Returns the tokenizer that the configuration names; None where the run trains one on its text."""
-    name = config.data.tokenizer or config.model.path
-    if name is None or config.data.vocab_size is not None:
-        return None
-    tokenizer = data.load_tokenizer(name, config.model.trust_remote_code and config.has_models_tokenizer)
-    return with_special_tokens(tokenizer, config.data)
-
-
-def add_vocabulary(config: Config, model_config: Any, progress: Progress) -> NewTokens | None:
-    """Gives `model_config` rows for the special tokens that a tokenizer gets in addition, and returns the tokens that
-    are new to a pretrained model: special tokens and the end of text that its own tokenizer hasn't. Rows of theirs that
-    are there already are padding. None where there are none.
+def add_vocabulary(config: Config, files: ModelFiles, progress: Progress) -> NewTokens | None:
+    """Gives the model's configuration rows for the special tokens that a tokenizer gets in addition, and returns the
+    tokens that are new to a pretrained model: special tokens and the end of text that its own tokenizer hasn't. Rows of
+    theirs that are there already are padding. None where there are none.
 
     Raises SlipstreamError where they can't be trained.
     """
     special = special_tokens(config.data)
     is_own = not special and (config.data.tokenizer is None or config.has_models_tokenizer)
-    tokenizer = None if is_own else named_tokenizer(config)
+    tokenizer = None if is_own else files.tokenizer
     if tokenizer is None:
         return None
+    model_config = files.config
     had = model_config.get_text_config().vocab_size
     vocab_size = max(had, len(tokenizer)) if special else had
     known = {*range(had)}
     if config.model.pretrained:
-        known &= {*_own_tokenizer(config).get_vocab().values()}
+        known &= {*files.own_vocabulary.values()}
     ends = [] if tokenizer.eos_token is None else [tokenizer.eos_token]
     ids = {int(number) for number in tokenizer.convert_tokens_to_ids([*special, *ends])} - known
     new = sorted(number for number in ids if number < vocab_size)
@@ -186,37 +185,18 @@ def add_vocabulary(config: Config, model_config: Any, progress: Progress) -> New
     return NewTokens(tuple(new), max(known) + 1) if config.model.pretrained else None
 
 
-def _own_tokenizer(config: Config) -> Any:
-    """Returns the pretrained model's own tokenizer; the one of `data.tokenizer` where its folder has none."""
-    path, trusts_code = str(config.model.path), config.model.trust_remote_code
-    try:
-        return data.load_tokenizer(path, trusts_code)
-    except SlipstreamError:
-        if config.data.tokenizer is None:
-            raise
-        return data.load_tokenizer(config.data.tokenizer)
-
-
-def stop_tokens(config: Config, model_config: Any) -> list[int]:
-    """Returns the tokens at which the exported model stops."""
-    generation = read_generation(str(config.model.path)) if config.model.pretrained else None
-    settings = [model_config.eos_token_id, None if generation is None else generation.eos_token_id]
-    return [token for ids in settings if ids is not None for token in (ids if isinstance(ids, list) else [ids])]
-
-
-def stop_at_end_of_text(config: Config, model_config: Any, tokenizer: Any) -> None:
+def stop_at_end_of_text(config: Config, files: ModelFiles, tokenizer: Any) -> None:
     """Lets the exported model stop at the tokenizer's end of text, too."""
     end = tokenizer.eos_token_id
-    if end is not None and end not in (stops := stop_tokens(config, model_config)):
-        model_config.eos_token_id = [*stops, end] if config.model.pretrained and stops else end
+    if end is not None and end not in (stops := files.stop_tokens):
+        files.config.eos_token_id = [*stops, end] if config.model.pretrained and stops else end
 
 
-def make_tokenizer(
-    config: Config, model_config: Any, sources: Sequence[OpenSource], named: Any | None, progress: Progress
-) -> Any:
-    """Returns the tokenizer that is `named`, or one that is trained on the text, whose special tokens `model_config`
-    gets."""
-    tokenizer = named
+def make_tokenizer(config: Config, files: ModelFiles, sources: Sequence[OpenSource], progress: Progress) -> Any:
+    """Returns the tokenizer that the configuration names, or one that is trained on the text, whose special tokens the
+    model's configuration gets."""
+    tokenizer = files.tokenizer
+    model_config = files.config
     if tokenizer is None:
         vocab_size = config.data.vocab_size or model_config.get_text_config().vocab_size
         check_vocabulary(vocab_size - 1, model_config)
@@ -232,7 +212,7 @@ def make_tokenizer(
         tokenizer = with_special_tokens(tokenizer, config.data)
         model_config.eos_token_id = None  # those of another vocabulary
         model_config.bos_token_id = model_config.pad_token_id = None
-    stop_at_end_of_text(config, model_config, tokenizer)
+    stop_at_end_of_text(config, files, tokenizer)
     if tokenizer.eos_token_id is None and (num_closed := sum(source.num_closed for source in sources)):
         progress.warn(
             f"the tokenizer has no end-of-text token, so none of the {num_closed:,} documents is closed by one, "
@@ -252,18 +232,21 @@ def check_vocabulary(largest: int, model_config: Any) -> None:
         )
 
 
-def check_tokenizer(tokenizer: Any, config: Config, model_config: Any, progress: Progress) -> None:
-    """Refuses, before a text is tokenised, a tokenizer with more tokens than the model's embedding has rows, and warns
-    of one whose tokens aren't those that a pretrained model has learnt.
+def check_tokenizer(config: Config, files: ModelFiles, progress: Progress) -> None:
+    """Refuses, before a text is tokenised, a named tokenizer with more tokens than the model's embedding has rows, and
+    warns of one whose tokens aren't those that a pretrained model has learnt.
 
     Raises:
         SlipstreamError: with both numbers.
     """
-    known, rows = tokenizer.get_vocab(), model_config.get_text_config().vocab_size
+    tokenizer: Any = files.tokenizer
+    known = tokenizer.get_vocab()
+    rows = files.config.get_text_config().vocab_size
     # Tokens that were added to a tokenizer needn't have rows as long as no text has them.
     added = getattr(tokenizer, "added_tokens_decoder", ())
     num_tokens = 1 + max((number for number in known.values() if number not in added), default=-1)
-    name, folder = config.data.tokenizer or config.model.path, Path(str(config.model.path))
+    name = config.data.tokenizer or config.model.path
+    folder = Path(str(config.model.path))
     has_own = config.model.path is not None and (data.has_tokenizer(folder) or not folder.is_dir())
     if num_tokens > rows:
         if config.model.path is None:
@@ -278,7 +261,7 @@ def check_tokenizer(tokenizer: Any, config: Config, model_config: Any, progress:
         )
     if not config.model.pretrained or config.has_models_tokenizer or not has_own:
         return
-    own = _own_tokenizer(config).get_vocab()
+    own = files.own_vocabulary
     num_equal = sum(known.get(token) == number for token, number in own.items())
     if 2 * num_equal < min(len(own), len(known)):
         progress.warn(
@@ -294,7 +277,8 @@ def check_sample(sample: SampleSection, tokenizer: Any, model_config: Any) -> No
     limit = longest_sequence(model_config)
     if sample.prompt is None or limit is None:
         return
-    length, written = len(tokenizer(sample.prompt, verbose=False)["input_ids"]), sample.max_new_tokens
+    length = len(tokenizer(sample.prompt, verbose=False)["input_ids"])
+    written = sample.max_new_tokens
     if length + written > limit:
         room = limit - length
         instead = f"--sample.max_new_tokens={room}" if room > 0 else "a shorter sample.prompt"
@@ -310,7 +294,8 @@ def check_amount(config: Config, text: PreparedText, progress: Progress) -> None
     Raises:
         SlipstreamError: if nothing is held out, where validation needs it.
     """
-    training, sequences = config.training, text.sequences
+    training = config.training
+    sequences = text.sequences
     size = data.BatchSize.of(training).at(sequences, 0)
     if size > sequences.num_sequences and not config.data.streaming:
         progress.warn(

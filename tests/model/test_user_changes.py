@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM
 
 from slipstream import Pipeline, SlipstreamError
 from slipstream.model import find_anatomy
-from slipstream.model.attached_code import copy_with_shared_weights
 from slipstream.model.cutting import EmptyEmbedding, PassThrough
-from slipstream.model.given_model import compare_with_config
-from slipstream.model.self_check.instance_trial import TrialResult, try_changes
+from slipstream.model.module_copies import copy_with_shared_weights
+from slipstream.model.self_check.change_trial import TrialResult, try_changes
+from slipstream.model.user_changes import compare_with_config
 from slipstream.profile.stage_bench import LiveMemory
 from support.architectures import ARCHITECTURES, llama
 

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from slipstream.errors import NonFiniteError
-from slipstream.parallel.gradients import LossScale
+from slipstream.train.loss_scale import LossScale
 
 
 def test_it_grows_after_good_steps_in_a_row_and_falls_after_a_bad_one() -> None:

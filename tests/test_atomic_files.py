@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.kept_files import replaced_file
+from slipstream.atomic_files import replaced_file
 
 
 def test_a_file_appears_when_it_is_complete(tmp_path: Path) -> None:

@@ -1,25 +1,13 @@
-"""Files for other processes, there whole or not at all; among them measurements, kept by the processor's name.
-
-Imports nothing that may be broken here, as the doctor asks for that name.
-"""
+"""Writes files for other processes, there whole or not at all, and keeps measurements in such files."""
 
 from __future__ import annotations
 
 import json
 import os
-import platform
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
-
-
-def processor_name() -> str:
-    """Returns the name of this machine's processor."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def cache_folder() -> Path:

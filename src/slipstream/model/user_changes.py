@@ -18,13 +18,14 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from slipstream.errors import SlipstreamError
-from slipstream.model.adapters import Adapter, TrainedWeights
-from slipstream.model.attached_code import HOOKS
+from slipstream.model.adapters import Adapter
 from slipstream.model.config import check_is_causal_lm, with_settings
 from slipstream.model.dispatched_functions import DispatchedFunctions, dispatched_by, dispatched_by_config
 from slipstream.model.loading import meta_model
+from slipstream.model.own_code import HOOKS
 from slipstream.model.tensors import tied_names
 from slipstream.model.toy import quiet_transformers
+from slipstream.model.trained_weights import TrainedWeights
 
 HOOK_NAMES = dict(zip(HOOKS, ("forward pre-hook", "forward hook", "backward pre-hook", "backward hook"), strict=True))
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)

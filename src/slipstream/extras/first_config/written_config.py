@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from slipstream.extras.init.choices import (
+from slipstream.extras.first_config.choices import (
     PipelineChoice,
     Purpose,
     TrainingChoice,
@@ -21,23 +21,23 @@ from slipstream.extras.init.choices import (
     dtype_here,
     this_machine,
 )
-from slipstream.extras.init.data import DataChoice, DataSizes, choose_data, count_tokens, place_of, some_of
+from slipstream.extras.first_config.data import DataChoice, DataSizes, choose_data, count_tokens, place_of, some_of
 from slipstream.launch import Progress
 from slipstream.model import MANY_TOKENS, check_length, check_sliceable, longest_sequence, meta_model
 from slipstream.number_format import precision_of
 from slipstream.options import Runtime
-from slipstream.planning.plan_model import model_section
+from slipstream.planning.described_model import DescribedModel
 from slipstream.train.config import Config, ModelSection
-from slipstream.train.config.run_config import SMALLEST, parse_config
+from slipstream.train.config.config_values import parse_config
+from slipstream.train.config.overrides import SMALLEST
 from slipstream.train.data import has_tokenizer
 from slipstream.train.data.chat_templates import ChatTemplate
-from slipstream.train.preflight import load_model_config
+from slipstream.train.model_files import ModelFiles, load_model_config
 from slipstream.train.preflight.model_checks import check_model
 from slipstream.train.preflight.text_preparation import (
     add_vocabulary,
     check_vocabulary,
     make_tokenizer,
-    named_tokenizer,
 )
 from slipstream.units import plural
 
@@ -75,7 +75,7 @@ def write_config(model: str, data: str, output: Path, given: Mapping[str, Any], 
         parts = [part.with_values(given.get(part.name, {})) for part in config_parts(choices)]
         known = {part.name for part in parts}
         parts += [ConfigPart(name, "As given.", ()).with_values(given[name]) for name in given if name not in known]
-        _check(parts, first.model_config)
+        _check(parts, first.files)
     head = [f"Written by `slipstream init {model} {data}`. Lines such as `# key: value` are settings to try: uncomment"]
     head += ["one to use it. All settings are in docs/configuration.md.", "", f"slipstream train {output}"]
     lines = [*_lines(choices)]
@@ -94,7 +94,7 @@ class _FirstReading:
     config: Config  # with the model and the data alone
     model: dict[str, Any]
     data: dict[str, Any]  # settings beside where it is
-    model_config: Any
+    files: ModelFiles
     num_parameters: int
 
     @classmethod
@@ -104,14 +104,15 @@ class _FirstReading:
         if _lacks_tokenizer(section) and not {"tokenizer", "vocab_size"} & settings.keys():
             settings["vocab_size"] = model_config.get_text_config().vocab_size
         config = parse_config({**SMALLEST, "model": section, "data": place_of(data) | settings})
-        add_vocabulary(config, model_config, Progress(None))
+        files = ModelFiles(config, model_config)
+        add_vocabulary(config, files, Progress(None))
         num_parameters = sum(parameter.numel() for parameter in meta_model(model_config).parameters())
-        return cls(config, section, settings, model_config, num_parameters)
+        return cls(config, section, settings, files, num_parameters)
 
 
 def _model_settings(model: str) -> dict[str, Any]:
     """Returns the section `model`, with random weights where a folder has none."""
-    section = model_section(model)
+    section = DescribedModel(model).section
     folder = Path(str(section.get("path")))
     if folder.is_dir() and "init" not in section and not any(folder.glob("*.safetensors")):
         return section | {"init": "random"}
@@ -127,17 +128,17 @@ def _lacks_tokenizer(model: Mapping[str, Any]) -> bool:
 def _measure(found: DataChoice, first: _FirstReading, progress: Progress) -> DataSizes:
     """Returns how many tokens the data has. Raises SlipstreamError where the model has no such tokens."""
     some = some_of(found.opened)
-    tokenizer = make_tokenizer(first.config, first.model_config, [some], named_tokenizer(first.config), progress)
+    tokenizer = make_tokenizer(first.config, first.files, [some], progress)
     template = ChatTemplate(tokenizer, first.config.data.chat_template) if some.has_messages else None
-    most = longest_sequence(first.model_config) or MANY_TOKENS
-    vocab_size = first.model_config.get_text_config().vocab_size
+    most = longest_sequence(first.files.config) or MANY_TOKENS
+    vocab_size = first.files.config.get_text_config().vocab_size
     sizes = count_tokens(found, some, tokenizer, template, most, vocab_size)
-    check_vocabulary(sizes.largest, first.model_config)
+    check_vocabulary(sizes.largest, first.files.config)
     return sizes
 
 
 def _choose(first: _FirstReading, found: DataChoice, sizes: DataSizes, given: Mapping[str, Any], data: str) -> Choices:
-    machine, longest = this_machine(), longest_sequence(first.model_config)
+    machine, longest = this_machine(), longest_sequence(first.files.config)
     is_packed = given.get("data", {}).get("packing", "none" if found.are_pairs else "fixed") == "fixed"
     from_random = not first.config.model.pretrained
     is_large = first.num_parameters * _TRAINED_BYTES > _SHARE * machine.device.memory * machine.num_devices
@@ -145,13 +146,13 @@ def _choose(first: _FirstReading, found: DataChoice, sizes: DataSizes, given: Ma
     purpose = Purpose(found.are_pairs, found.is_text, from_random, is_adapter, first.num_parameters)
     has_file = "validation" in given.get("data", {})
     training = choose_training(purpose, sizes, longest, is_packed, given.get("training", {}), has_file)
-    check_length(first.model_config, training.seq_len, "training.seq_len")
-    if is_packed and check_sliceable(first.model_config).longest_packed < training.seq_len:
+    check_length(first.files.config, training.seq_len, "training.seq_len")
+    if is_packed and check_sliceable(first.files.config).longest_packed < training.seq_len:
         is_packed = False  # documents would influence each other
     pipeline = PipelineChoice({}, "as given")
     if not {"pipeline", "memory", "parallel"} & given.keys():
         numbers = {"seq_len": training.seq_len, "global_batch": training.batch_size}
-        pipeline = choose_pipeline(first.model_config, machine, dtype_here(), is_packed, numbers)
+        pipeline = choose_pipeline(first.files.config, machine, dtype_here(), is_packed, numbers)
     return Choices(
         model=first.model,
         data=found,
@@ -171,11 +172,11 @@ def _new_folder(name: str) -> Path:
     return next(path for path in (Path("runs") / name for name in names) if not path.exists())
 
 
-def _check(parts: Sequence[ConfigPart], model_config: Any) -> None:
+def _check(parts: Sequence[ConfigPart], files: ModelFiles) -> None:
     """Raises SlipstreamError where a run would, before it reads its text."""
     config = parse_config({part.name: values for part in parts if (values := part.values())})
     unchecked = config.model_copy(update={"runtime": Runtime(self_check=False)})  # which has been done
-    check_model(unchecked, model_config, Progress(None))
+    check_model(unchecked, files, Progress(None))
 
 
 def _lines(choices: Choices) -> Sequence[str]:

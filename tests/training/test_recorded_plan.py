@@ -20,9 +20,9 @@ from slipstream.cost import Degrees, load_profile
 from slipstream.pipeline.pipeline_options import PipelineOptions
 from slipstream.pipeline.tuning import StartRequest, is_free
 from slipstream.profile.cost_cache import CostCache
-from slipstream.train.config.run_config import parse_config
+from slipstream.train.config.config_values import parse_config
 from slipstream.train.data import PackedSequences, TokenisedText
-from slipstream.train.planned_start import chosen_facts, chosen_settings, plan_obstacle
+from slipstream.train.recorded_plan import chosen_facts, chosen_settings, plan_obstacle
 from support.architectures import llama
 from support.forked import run_alone, slipstream_command
 from support.parameters import first_of

@@ -1,4 +1,4 @@
-"""Tells the code that a user has attached to modules, forwards and hooks, and copies modules together with it.
+"""Copies modules together with the forwards and hooks that a user has set on them.
 
 `copy.deepcopy` takes functions as they are: a forward that was wrapped, `layer.forward = lambda x: old(x) * 2`, or a
 hook whose closure holds a module would go on running the original's modules, which other stages cut in other ways. So
@@ -10,41 +10,20 @@ from __future__ import annotations
 import builtins
 import copy
 import dis
-import inspect
-import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType
 from typing import Any, TypeVar
-from weakref import ReferenceType
 
 import torch
 from torch import Tensor, nn
 
 from slipstream.errors import SlipstreamError
+from slipstream.model.own_code import HOOKS, cell_contents, codes_of, global_values
 
 _Model = TypeVar("_Model", bound=nn.Module)
 _AS_THEY_ARE = (type(None), bool, int, float, str, type, FunctionType, MethodType, BuiltinFunctionType)
-HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-
-
-def runs_class_code(module: nn.Module) -> bool:
-    """Returns whether calling a module's `forward` runs its class's, as its class was defined.
-
-    Only then may other code take the place of a known class's forward, or trace it.
-    """
-    if "forward" in vars(module):
-        return False
-    forward = inspect.unwrap(type(module).forward)
-    homes = {getattr(sys.modules.get(kind.__module__), "__file__", None) for kind in type(module).__mro__}
-    return not isinstance(forward, FunctionType) or forward.__code__.co_filename in homes
-
-
-def has_own_code(module: nn.Module) -> bool:
-    """Returns whether calling a module runs more than its class's code: a forward that was set, or hooks."""
-    return not runs_class_code(module) or any(getattr(module, kind) for kind in HOOKS)
 
 
 def copy_with_shared_weights(model: _Model) -> _Model:
@@ -149,28 +128,6 @@ class GlobalNames(dict[str, Any]):
         return self._names[name]
 
 
-def global_values(function: FunctionType) -> dict[str, Any]:
-    """Returns the values that a function, or one inside of it, may find by a global name, without functions of
-    other files."""
-    names, home = dict[str, Any](), function.__code__.co_filename
-    for name in (name for code in _codes_of(function) for name in code.co_names):
-        with suppress(KeyError):
-            names[name] = function.__globals__[name]
-    return {
-        name: value
-        for name, value in names.items()
-        if not isinstance(value, FunctionType) or value.__code__.co_filename == home
-    }
-
-
-def _codes_of(function: FunctionType) -> Iterator[CodeType]:
-    codes = [function.__code__]
-    while codes:
-        code = codes.pop()
-        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-        yield code
-
-
 class _Binding:
     """Replaces modules in the closures of functions and in their global values."""
 
@@ -221,7 +178,7 @@ class _Binding:
         )
         names = function.__globals__
         if bound[4] is not named:
-            instructions = (instruction for code in _codes_of(function) for instruction in dis.get_instructions(code))
+            instructions = (instruction for code in codes_of(function) for instruction in dis.get_instructions(code))
             if assigned := {instruction.argval for instruction in instructions if instruction.opname == "STORE_GLOBAL"}:
                 raise SlipstreamError(
                     f"{function.__qualname__}, which the model calls, assigns the global {min(assigned)} and reads "
@@ -239,52 +196,6 @@ class _Binding:
         if all(new is old for new, old in zip(bound, values, strict=True)):
             return values
         return bound if isinstance(values, list) else tuple(bound)
-
-
-def cell_contents(cell: CellType) -> Any:
-    """Returns what a cell of a function's closure holds, None where nothing is assigned yet."""
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return None
-
-
-def code_referents(code: FunctionType | MethodType | partial[Any]) -> list[Any]:
-    """Returns what code holds: a function's closure and defaults, a method's function and object, a partial's
-    function and arguments."""
-    if isinstance(code, MethodType):
-        return [code.__func__, code.__self__]
-    if isinstance(code, partial):
-        return [code.func, *code.args, *code.keywords.values()]
-    keywords = (code.__kwdefaults__ or {}).values()
-    return [*map(cell_contents, code.__closure__ or ()), *(code.__defaults__ or ()), *keywords]
-
-
-def references(values: Iterable[object]) -> Iterator[nn.Module | Tensor]:
-    """Yields the modules and tensors that values hold: in containers, closures, defaults and partials, and in the
-    attributes of objects that are called. Of a module its parameters and buffers, too."""
-    seen: set[int] = set()
-    waiting: list[Any] = [*values]
-    while waiting:
-        value = waiting.pop()
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, nn.Module | Tensor):
-            yield value
-            # A module may be in no layer, and its weights in one.
-            if isinstance(value, nn.Module):
-                yield from (*value.parameters(), *value.buffers())
-        elif isinstance(value, dict):
-            waiting += value.values()
-        elif isinstance(value, list | tuple | set | frozenset):
-            waiting += value
-        elif isinstance(value, FunctionType | MethodType | partial):
-            waiting += [*code_referents(value), getattr(value, "__dict__", {})]
-        elif isinstance(value, ReferenceType):
-            waiting.append(value())
-        elif callable(value) and not isinstance(value, type):
-            waiting.append(getattr(value, "__dict__", {}))
 
 
 def separate_modules(layers: Iterable[tuple[nn.Module, str, nn.Module]]) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from slipstream.cost import SHIPPED, Cluster, Device, LinkKind, load_cluster
 from slipstream.errors import SlipstreamError
-from slipstream.extras.init.data import DataSizes
+from slipstream.extras.first_config.data import DataSizes
 from slipstream.options import Memory, Record, Runtime
 from slipstream.planner import Plan
 from slipstream.planning.plan_file import plan_settings

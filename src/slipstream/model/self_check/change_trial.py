@@ -30,17 +30,18 @@ from transformers import PreTrainedModel
 from slipstream.attention import ContextStore
 from slipstream.keyed_draws import kept_random_states
 from slipstream.model.anatomy import ModelAnatomy, random_rates
-from slipstream.model.attached_code import HOOKS, code_referents, copy_modules, copy_with_shared_weights, global_values
 from slipstream.model.causal_lm_stage import CausalLMStage
 from slipstream.model.cutting import PassThrough
-from slipstream.model.given_model import Change, GivenModel
 from slipstream.model.hooks.attention import use_attention
 from slipstream.model.hooks.crossing_tensors import first_output, hidden_states, with_hidden_states
 from slipstream.model.hooks.token_slice import OutsideSliceError, TokenSlice
 from slipstream.model.layer_range import LayerRange
+from slipstream.model.module_copies import copy_modules, copy_with_shared_weights
+from slipstream.model.own_code import HOOKS, code_referents, global_values
 from slipstream.model.reached_tensors import NamedWeights, TakenStorages, parts_reached
 from slipstream.model.self_check.toy_runs import TOLERANCE, TokenCuts, run_sliced, run_whole
 from slipstream.model.toy import full_precision, relative_errors
+from slipstream.model.user_changes import Change, GivenModel
 
 _SECONDS = 10.0  # for everything that is tried, of this thread: others may keep the machine busy
 _TOKENS = 12

@@ -13,10 +13,7 @@ from slipstream.checkpoint import SavedCheckpoint
 from slipstream.launch import Progress
 from slipstream.number_format import PRECISIONS
 from slipstream.options import Degrees
-from slipstream.pipeline import Pipeline
-from slipstream.pipeline.pipeline_options import ExpectedBatch, PipelineOptions
-from slipstream.pipeline.tuning import is_free
-from slipstream.pipeline.tuning.row_plan import granularity_for
+from slipstream.pipeline import ExpectedBatch, Pipeline, PipelineOptions, granularity_for, is_free
 from slipstream.planner.joint import JointPlan
 from slipstream.planner.ragged import StageRates
 from slipstream.planning.plan_file import partition_setting, plan_text, rounded
@@ -90,8 +87,10 @@ def _chosen_before(config: Config, facts: Mapping[str, Any]) -> Mapping[str, Any
 def chosen_settings(config: Config, chosen: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the choices, as `make_pipeline` takes them, where the configuration leaves them open; nothing where the
     run has other ranks, stages, microbatches or sequences now."""
-    pipeline, memory = config.pipeline, config.memory
-    schedule, rates = Schedule.parse(chosen["schedule"]), chosen.get("rates")
+    pipeline = config.pipeline
+    memory = config.memory
+    schedule = Schedule.parse(chosen["schedule"])
+    rates = chosen.get("rates")
     if (rates is None) != (config.data.packing == "fixed"):
         return {}
     counts = pipeline.num_microbatches, config.training.seq_len
@@ -103,7 +102,8 @@ def chosen_settings(config: Config, chosen: Mapping[str, Any]) -> dict[str, Any]
         if rates is not None:
             settings["rates"] = StageRates.from_json(rates)
         memory = memory.model_copy(update={"recompute": chosen["recompute"]})
-        before, now = Degrees(*chosen["degrees"]), config.parallel.degrees
+        before = Degrees(*chosen["degrees"])
+        now = config.parallel.degrees
         if now.exchange == "auto" and before._replace(exchange="auto") == now:
             settings["parallel"] = config.parallel.exchanging(before.exchange)
         return settings | {"memory": memory} if schedule.num_ranks == pipeline.num_ranks else {}
@@ -121,7 +121,8 @@ def chosen_facts(pipe: Pipeline, sequences: TrainingSequences, rates: StageRates
     Of documents of any length, each step of which is planned anew, it has the stages' `rates`. None where these weren't
     measured, and while "auto" is still to plan.
     """
-    is_by_step, recompute = sequences.packing == "none", pipe.layout.recompute
+    is_by_step = sequences.packing == "none"
+    recompute = pipe.layout.recompute
     if rates is None if is_by_step else pipe.is_tuning:
         return None
     return {
@@ -136,8 +137,12 @@ def chosen_facts(pipe: Pipeline, sequences: TrainingSequences, rates: StageRates
 
 def expected_batch(config: Config, sequences: TrainingSequences, progress: Progress) -> ExpectedBatch:
     """Returns the batch that is planned for: rows of one length, or the cut for documents of the typical length."""
-    pipeline, training, replicas = config.pipeline, config.training, config.parallel.data
-    dtype, say, memory = PRECISIONS[training.precision].measured, progress.say, memory_of_a_rank(config)
+    pipeline = config.pipeline
+    training = config.training
+    replicas = config.parallel.data
+    dtype = PRECISIONS[training.precision].measured
+    say = progress.say
+    memory = memory_of_a_rank(config)
     if sequences.packing == "fixed":
         rows = -(-training.batch_size // (replicas * pipeline.num_microbatches))
         return ExpectedBatch(training.seq_len, rows, dtype=dtype, say=say, device_memory=memory)
@@ -174,7 +179,8 @@ def record_plan(run: RunContext, pipe: Pipeline, sequences: TrainingSequences) -
 def _write(config: Config, plan: JointPlan, degrees: Degrees, rates: StageRates | None) -> None:
     """Writes the plan as a training configuration, without the text to train on and the folder for results; for
     documents of any length with the rates of its stages."""
-    folder, training = config.folder, config.training
+    folder = config.folder
+    training = config.training
     folder.listed.add(folder.plan, folder.planned_schedule)
     with folder.replaced(folder.planned_schedule) as part:
         part.write_text(f"{plan.schedule}\n", encoding="utf-8")
@@ -202,6 +208,7 @@ def _write(config: Config, plan: JointPlan, degrees: Degrees, rates: StageRates 
         settings["plan"]["rates"] = rates.to_json()
     source = "corpus=python-stdlib"
     if config.preference is not None:
-        settings["preference"], source = config.preference.model_dump(mode="json"), "dataset=pairs.jsonl"
+        settings["preference"] = config.preference.model_dump(mode="json")
+        source = "dataset=pairs.jsonl"
     with folder.replaced(folder.plan) as part:
         part.write_text(plan_text(settings, folder.plan, "slipstream train", source), encoding="utf-8")
