@@ -250,6 +250,16 @@ class PlanSpace:
 
     # --- what a step takes -------------------------------------------------------------------------------------------
 
+    def only(self) -> Configuration:
+        """Returns the configuration that the options leave; the first of several.
+
+        Raises:
+            SlipstreamError: where none is left, as the degrees don't divide the devices, the layers or the batch.
+        """
+        for _, _, configuration in self.bounded():
+            return configuration
+        raise SlipstreamError(f"no configuration of {self.source.name} fits these numbers.")
+
     def evaluate(self, configuration: Configuration) -> Evaluation:
         """Returns what the configuration's step takes and holds, by all of its actions."""
         return self._evaluated(configuration, self.shape(configuration))

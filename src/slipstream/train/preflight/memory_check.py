@@ -14,8 +14,7 @@ from torch import Tensor
 from slipstream.cost import AnalyticSource, Cluster, ModelCount, load_cluster
 from slipstream.errors import SlipstreamError
 from slipstream.model import expert_modules, meta_model, recompute_advice, torch_dtype
-from slipstream.planner.plans import Prediction
-from slipstream.planner.search import make_options, search_plans
+from slipstream.planner.search import Evaluation, PlanSpace, make_options
 from slipstream.profile import count_model
 from slipstream.schedule import SCHEDULES
 from slipstream.train.config import Config, precision_named
@@ -139,7 +138,7 @@ def memory_account(config: Config, model_config: Any) -> Account | None:
         length = changes.get("seq_len", config.training.seq_len)
         if length not in counts:
             counts[length] = count_model(model_config, length, dtype, trained, config.runtime.fused)
-        return _predict(config, counts[length], length, changes).peak_memory
+        return max(_evaluate(config, counts[length], length, changes).peaks())
 
     with suppress(SlipstreamError, ValueError, NotImplementedError):
         account()
@@ -153,12 +152,12 @@ def simulated_ratio(before: Config, now: Config, model_config: Any) -> float | N
     length = now.training.seq_len
     with suppress(SlipstreamError, ValueError, NotImplementedError):
         count = count_model(model_config, length, compute_dtype(now), trained_weights(now, model_config))
-        first, second = (_predict(settings, count, length, {}).step_seconds for settings in (before, now))
+        first, second = (_evaluate(settings, count, length, {}).seconds for settings in (before, now))
         return second / first
     return None
 
 
-def _predict(config: Config, count: ModelCount, length: int, changes: dict[str, Any]) -> Prediction:
+def _evaluate(config: Config, count: ModelCount, length: int, changes: dict[str, Any]) -> Evaluation:
     pipeline = config.pipeline
     parallel = config.parallel
     memory = config.memory
@@ -169,7 +168,7 @@ def _predict(config: Config, count: ModelCount, length: int, changes: dict[str, 
     num_slices = changes.get("slices", 8 if num_slices == "auto" else num_slices)
     cluster = _cluster(config.num_processes, count.dtype)
     source = AnalyticSource(count, cluster, "the run", parallel.sequence_parallel, config.runtime.fused)
-    options = make_options(
+    choices = make_options(
         **source.by_bytes(parallel.degrees, is_whole=num_slices == 1).choices,
         pipeline_parallel=pipeline.num_ranks,
         data_parallel=parallel.data,
@@ -181,10 +180,10 @@ def _predict(config: Config, count: ModelCount, length: int, changes: dict[str, 
         offload=float(changes.get("offload", memory.offload)),
         shard=changes.get("shard", parallel.shard) if parallel.num_copies > 1 else "none",
         slicing="equal-time",
-        num_simulated=1,
     )
     batch = rows_each * -(-rows // rows_each) * parallel.data
-    return search_plans(source, length, batch, options=options).best
+    space = PlanSpace(source, length, batch, choices)
+    return space.evaluate(space.only())
 
 
 def _sequences(config: Config, length: int) -> int:
