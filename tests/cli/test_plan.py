@@ -16,7 +16,7 @@ import yaml
 import slipstream
 from slipstream.cli.plan import plan as command
 from slipstream.cli.plan import training_lines
-from slipstream.cost import Degrees, ProfileSource, load_profile
+from slipstream.cost import Degrees, MeasuredCosts, ProfileSource, load_profile
 from slipstream.errors import SlipstreamError
 from slipstream.planner.report import reasons
 from slipstream.planner.search import make_options
@@ -328,7 +328,7 @@ def test_a_model_is_measured_and_a_plan_from_that_is_trained(model: Path, tmp_pa
         assert part in told, said
     assert (profile.seq_len, profile.dtype, profile.hardware.processes) == (SEQ_LEN, "float32", 2)
     assert profile.link is not None
-    assert profile.link.bandwidth == profile.cost([1, 3], [32, 32]).bandwidth > 0
+    assert profile.link.bandwidth == MeasuredCosts(profile).cost([1, 3], [32, 32]).bandwidth > 0
     sizes, seconds = zip(*profile.link.handling, strict=True)
     assert max(sizes) == 4 * 2**20
     assert min(seconds) >= 0 < max(seconds)  # four megabytes take more than a measurement's noise

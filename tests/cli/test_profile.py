@@ -9,7 +9,7 @@ import yaml
 
 import slipstream
 from slipstream.cli.profile import profile as command
-from slipstream.cost import StageParts, load_profile
+from slipstream.cost import MeasuredCosts, StageParts, load_profile
 from slipstream.errors import SlipstreamError
 from support.architectures import VOCABULARY, llama
 from support.forked import slipstream_command
@@ -40,7 +40,7 @@ def test_a_training_configuration_whose_ranks_share_layers(tmp_path: Path) -> No
     profile = load_profile(output)
     assert (profile.seq_len, profile.degrees.tensor, profile.hardware.processes) == (16, 2, 2)
     assert profile.sequence_parallel
-    head = profile.num_parameters(StageParts(len(profile.parts) - 1, len(profile.parts)))
+    head = MeasuredCosts(profile).num_parameters(StageParts(len(profile.parts) - 1, len(profile.parts)))
     rows = (VOCABULARY + 1) // 2  # the first rank's
     assert head == rows * profile.model.hidden_size + profile.model.hidden_size  # and a norm
     plan = slipstream.plan(config, output, seq_len=16, global_batch=1, num_slices=2)

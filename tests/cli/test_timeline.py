@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 
 import slipstream
 from slipstream.cli import app
-from slipstream.cost import Degrees, load_profile
+from slipstream.cost import Degrees, MeasuredCosts, load_profile
 from slipstream.errors import SlipstreamError
 from slipstream.pipeline.tuning import StartRequest
 from slipstream.planning.plan_model import choose_costs
@@ -194,7 +194,7 @@ def test_a_profile_gives_the_costs_of_any_cut(tmp_path: Path) -> None:
     first, last = seq_len // 64 * 32, seq_len - seq_len // 64 * 32
     cut = [0, num_layers - 1, 1, 0] if profile.units_per_layer == 1 else [0, num_layers - 1.5, 1.5, 0]
     schedule = make_schedule("interleaved-1f1b", 2, 1, 2, 2)
-    expected = simulate(schedule, profile.cost(cut, [first, last])).makespan
+    expected = simulate(schedule, MeasuredCosts(profile).cost(cut, [first, last])).makespan
     given = f"--partition={','.join(map(str, cut))}", f"--lengths={first},{last}"
     lines = shown("interleaved-1f1b", "--ranks=2", "--slices=2", f"--profile={PROFILE}", *given)
     assert any(f": {expected:.4g} s, " in line for line in lines)

@@ -14,7 +14,7 @@ import yaml
 from transformers import LlamaConfig
 
 from slipstream import SlipstreamError
-from slipstream.cost import MeasuredLink, Profile
+from slipstream.cost import MeasuredCosts, MeasuredLink, Profile
 from slipstream.pipeline.tuning import StartRequest
 from slipstream.profile import profile_model
 from slipstream.profile.cost_cache import CostCache
@@ -167,7 +167,7 @@ def test_all_meshes_that_are_compared_have_one_family_and_the_data_once(kept: tu
 def test_what_does_not_fit_is_passed_over(kept: tuple[Path, CostCache, Profile]) -> None:
     folder, cache, profile = kept
     cache.keep(replace(profile, link=replace(FREE_LINK, handling=((64, 1.0),))), print)
-    state = 16 * profile.num_parameters(range(4))  # what a replica has besides activations
+    state = 16 * MeasuredCosts(profile).num_parameters(range(4))  # what a replica has besides activations
     train(folder, "limited", "--pp=auto", "--dp=auto", f"--memory.limit={state}")
     plan = yaml.safe_load((folder / "limited" / "plan.yaml").read_text())
     assert plan["pipeline"]["num_ranks"] == 2
