@@ -30,7 +30,7 @@ LISTS_OF_OTHERS = {
     "attention/fused_cuda.py": "what kernels of a GPU take",
     "extras/hf_trainer/arguments.py": "arguments of transformers",
     "number_format.py": "the table",
-    "pipeline/execution/losses.py": "tolerances of a comparison",
+    "pipeline/execution/loss_trial.py": "tolerances of a comparison",
     "pipeline/introspection.py": "methods of a module",
     "train/config/rules.py": "settings of other programs",
     "train/optimizers.py": "tolerances of a comparison",

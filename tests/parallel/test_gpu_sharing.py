@@ -17,7 +17,7 @@ from slipstream.parallel import (
     describe_sharing,
     gpu_of,
     gpus,
-    mesh,
+    launched_group,
     share_gpus_by_nccl,
 )
 from slipstream.parallel.gpus import TransportName
@@ -98,7 +98,7 @@ def test_a_mesh_is_connected_as_it_is_asked_for(
     made = list[str]()
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr("torch.cuda.set_device", lambda device: None)
-    monkeypatch.setattr(mesh, "_make_group", lambda _environment, chosen, *_: made.append(chosen))
+    monkeypatch.setattr(launched_group, "_make_group", lambda _environment, chosen, *_: made.append(chosen))
     for name, value in {"RANK": "1", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SlipstreamError, match="a mesh is made of the processes of a process group"):

@@ -153,7 +153,11 @@ def test_preferences_that_cannot_be_trained_are_refused_before_a_step(tmp_path: 
             {"loss_type": "dft"},
             "loss_type='dft' of SFTConfig, .* or another loss_fn, and leave loss_type out",
         ),
-        ("DPOConfig", {"beta": 0.3}, r"beta=0.3 of DPOConfig, .*preference_loss\(PreferenceSection"),
+        (
+            "DPOConfig",
+            {"beta": 0.3},
+            r"beta=0.3 of DPOConfig, .*preference_loss\(slipstream.train.config.PreferenceSection",
+        ),
         ("Seq2SeqTrainingArguments", {"predict_with_generate": True}, "give transformers.TrainingArguments"),
     ],
 )
