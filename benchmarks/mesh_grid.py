@@ -37,7 +37,7 @@ from benchmarks.isolated import Contender, build_all
 from benchmarks.peers import model_config
 from slipstream import Pipeline, Runtime, make_mesh
 from slipstream.pipeline.pipeline_options import ExpectedBatch
-from slipstream.pipeline.tuning import seconds_after
+from slipstream.pipeline.planning import seconds_after
 from slipstream.train.mesh_choice import preferred
 
 NAME = "mesh_grid"

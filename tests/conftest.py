@@ -33,7 +33,7 @@ os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(_CACHE, "inductor"
 register_profiles()
 
 # Their tests start processes and take longest: begun last, one worker would wait for the other.
-_BEGUN_FIRST = ("training", "pipeline/memory", "launch", "parallel", "cli", "examples", "profiler", "pipeline/tuning")
+_BEGUN_FIRST = ("training", "pipeline/memory", "launch", "parallel", "cli", "examples", "profiler", "pipeline/planning")
 
 
 @pytest.fixture(scope="session")

@@ -98,7 +98,7 @@ WALKS = {
             "pipeline/pipeline.py:Pipeline.step",
             "pipeline/batch.py:given_batch",
             "pipeline/runtime.py:PipelineRuntime.step",
-            "pipeline/tuning/step_settings.py:StepSettings.microbatches",
+            "pipeline/planning/step_settings.py:StepSettings.microbatches",
             "pipeline/agreement.py:BatchAgreement.check",
             "pipeline/families/causal_lm.py:CausalLMFamily.split",
             "pipeline/cut_batch.py:cut_batch",

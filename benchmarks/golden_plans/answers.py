@@ -19,8 +19,8 @@ from slipstream.cost import MeasuredCosts, Profile, ProfileSource, load_profile
 from slipstream.errors import SlipstreamError
 from slipstream.model import ALL_WEIGHTS, Adapter, TrainedWeights, find_frozen
 from slipstream.model.loading import meta_model
-from slipstream.pipeline.tuning import start_plan
-from slipstream.pipeline.tuning.row_plan import RowProblem, find_row_plan, microbatch_bytes
+from slipstream.pipeline.planning import plan_before_training
+from slipstream.pipeline.planning.row_plan import RowProblem, find_row_plan, microbatch_bytes
 from slipstream.planner.joint import JointPlan, JointProblem, find_vocabulary_plan
 from slipstream.planner.plans import Prediction
 from slipstream.planner.ragged import StageRates, StepMemory, StepPlan, StepProblem, find_plan_within, fit_rates
@@ -136,7 +136,7 @@ def _start(request: Request) -> Answer:
     """The search of a run's start on given costs, as `plan_start` makes it on those it measures."""
     name = request["profile"]
     config, profile = _config(name, is_profiled=True), _profile(name)
-    asked = start_plan.StartRequest(
+    asked = plan_before_training.StartRequest(
         seq_len=request["seq_len"],
         num_microbatches=request["num_microbatches"],
         dtype="float32",
@@ -146,7 +146,7 @@ def _start(request: Request) -> Answer:
         trained=_trained(request, config),
         memory_limit=request.get("memory_limit"),
     )
-    costs = start_plan.of_what_is_trained(MeasuredCosts(profile), config, asked, lambda text: None)
+    costs = plan_before_training.of_what_is_trained(MeasuredCosts(profile), config, asked, lambda text: None)
     problem = JointProblem(
         costs=costs,
         state=asked.state,
@@ -156,14 +156,14 @@ def _start(request: Request) -> Answer:
         granularity=asked.granularity,
         longest_slice=profile.longest_slice,
         memory_limit=asked.memory_limit,
-        account=partial(start_plan._most_bytes, costs, asked),
+        account=partial(plan_before_training._most_bytes, costs, asked),
     )
     problem = replace(problem, effort=_EFFORT * problem.effort)
     plan = replace(find_vocabulary_plan(problem, asked.vocabulary, lambda share: None), costs=costs)
     rates = asked.fit_rates(costs, profile.longest_slice, plan.partition, "none")
     of_rates = {op.value: seconds.tolist() for op, seconds in rates.seconds.items()}
-    tail = start_plan.seconds_after(plan, 2, 2)
-    peaks = start_plan._most_bytes(costs, asked, plan.partition, plan.slices, plan.schedule, plan.recompute)
+    tail = plan_before_training.seconds_after(plan, 2, 2)
+    peaks = plan_before_training._most_bytes(costs, asked, plan.partition, plan.slices, plan.schedule, plan.recompute)
     return _of_joint(plan) | {"tail": tail, "peaks": [*map(float, peaks)], "rates": of_rates}
 
 

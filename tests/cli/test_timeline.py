@@ -18,7 +18,7 @@ import slipstream
 from slipstream.cli import app
 from slipstream.cost import Degrees, MeasuredCosts, load_profile
 from slipstream.errors import SlipstreamError
-from slipstream.pipeline.tuning import StartRequest
+from slipstream.pipeline.planning import StartRequest
 from slipstream.planning.plan_model import choose_costs
 from slipstream.profile import profile_model
 from slipstream.profile.cost_cache import CostCache

@@ -15,7 +15,7 @@ from transformers import LlamaConfig
 
 from slipstream import SlipstreamError
 from slipstream.cost import MeasuredCosts, MeasuredLink, Profile
-from slipstream.pipeline.tuning import StartRequest
+from slipstream.pipeline.planning import StartRequest
 from slipstream.profile import profile_model
 from slipstream.profile.cost_cache import CostCache
 from slipstream.train.config import Config, load_config

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from slipstream import Memory, Parallelism, make_schedule
 from slipstream.cost import Degrees, load_profile
 from slipstream.pipeline.pipeline_options import PipelineOptions
-from slipstream.pipeline.tuning import StartRequest, is_free
+from slipstream.pipeline.planning import StartRequest, is_free
 from slipstream.profile.cost_cache import CostCache
 from slipstream.train.config.config_values import parse_config
 from slipstream.train.data import PackedSequences, TokenisedText

@@ -41,8 +41,8 @@ from slipstream.pipeline.gathered_state import gather_state
 from slipstream.pipeline.memory import MemoryLimit, RehearsedStep
 from slipstream.pipeline.parameters import Parameters
 from slipstream.pipeline.pipeline_options import ExpectedBatch, PipelineOptions, SequenceLoss
+from slipstream.pipeline.planning import FirstSteps, HeldBytes, StepSettings, rates_of_rows, with_plan
 from slipstream.pipeline.step_planning import DifferentLengthsError, StepPlanning
-from slipstream.pipeline.tuning import FirstSteps, HeldBytes, StepSettings, rates_of_rows, with_plan
 from slipstream.pipeline.weight_source import WeightSource, in_memory
 from slipstream.planner.joint import JointPlan, OutOfMemoryError
 from slipstream.planner.ragged import StageRates, StepPlan

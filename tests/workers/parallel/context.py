@@ -25,7 +25,7 @@ from slipstream.cost import MeasuredCosts
 from slipstream.model import causal_cross_entropy
 from slipstream.parallel import RankGroup
 from slipstream.pipeline.execution import step_graphs
-from slipstream.pipeline.tuning import profile_of
+from slipstream.pipeline.planning import profile_of
 from support import mixtures
 from support.adapters import adapted, lora, pipe_error, whole_gradients
 from support.architectures import (

@@ -34,7 +34,7 @@ from slipstream.model.anatomy import expert_modules
 from slipstream.model.toy import perturb_parameters
 from slipstream.parallel import RankGroup
 from slipstream.pipeline.execution import step_graphs
-from slipstream.pipeline.tuning import profile_of
+from slipstream.pipeline.planning import profile_of
 from slipstream.planner.ragged import StepPlan
 from slipstream.schedule import make_schedule
 from support.architectures import (

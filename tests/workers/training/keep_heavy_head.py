@@ -22,7 +22,7 @@ from slipstream.cost import (
     choose_stages,
     part_kinds,
 )
-from slipstream.pipeline.tuning import StartRequest
+from slipstream.pipeline.planning import StartRequest
 from slipstream.profile.cost_cache import CostCache
 from slipstream.profile.profile_run import identify_hardware, identify_model, versions
 from slipstream.train.config import Config, load_config

@@ -73,7 +73,7 @@ from slipstream.pipeline.families.flop_estimate import FlopEstimate, flop_rates
 from slipstream.pipeline.families.model_family import ModelFamily
 from slipstream.pipeline.families.stage_layout import StageLayout
 from slipstream.pipeline.pipeline_options import ExpectedBatch, PipelineOptions, SequenceLoss
-from slipstream.pipeline.tuning import StartRequest, is_free, measure_rates, plan_start
+from slipstream.pipeline.planning import StartRequest, is_free, measure_rates, plan_start
 from slipstream.pipeline.weight_source import WeightSource
 from slipstream.planner.joint import JointPlan, Vocabulary
 from slipstream.planner.ragged import StageRates

@@ -40,7 +40,7 @@ from slipstream.parallel import part_bounds
 from slipstream.pipeline.families.flop_estimate import FlopEstimate
 from slipstream.pipeline.families.stage_layout import StageLayout, check_lengths, given_counts
 from slipstream.pipeline.pipeline_options import PipelineOptions
-from slipstream.pipeline.tuning import StepSettings
+from slipstream.pipeline.planning import StepSettings
 from slipstream.pipeline.weight_source import WeightSource
 from slipstream.planner.joint import Vocabulary
 from slipstream.planner.partition import partition_layers

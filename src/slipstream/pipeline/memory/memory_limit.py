@@ -19,7 +19,7 @@ from slipstream.pipeline.cut_batch import SplitBatch, token_bytes
 from slipstream.pipeline.families import ModelFamily, StageLayout
 from slipstream.pipeline.memory.linear_memory import LinearMemoryModel, both_backwards, rows_to_rehearse
 from slipstream.pipeline.memory.rehearsal import RehearsedStep, rehearse
-from slipstream.pipeline.tuning import HeldBytes
+from slipstream.pipeline.planning import HeldBytes
 from slipstream.planner.ragged import StepMemory, StepPlan, StepProblem, find_plan_within, find_step_plan
 from slipstream.schedule import Op, Schedule, SlicedMicrobatch, add_reductions
 from slipstream.simulator import MemoryTable, RankMemory, StageSlice, memory_of

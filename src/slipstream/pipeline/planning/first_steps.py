@@ -10,7 +10,7 @@ from functools import partial
 from slipstream.errors import SlipstreamError
 from slipstream.model.autograd_memory import recompute_advice
 from slipstream.parallel import Ranks
-from slipstream.pipeline.tuning.row_plan import (
+from slipstream.pipeline.planning.row_plan import (
     ObservedSteps,
     RowPlan,
     RowProblem,
@@ -19,7 +19,7 @@ from slipstream.pipeline.tuning.row_plan import (
     microbatch_bytes,
     with_activations,
 )
-from slipstream.pipeline.tuning.step_settings import StepSettings
+from slipstream.pipeline.planning.step_settings import StepSettings
 from slipstream.planner.ragged import StageRates
 from slipstream.timeline import Timeline
 

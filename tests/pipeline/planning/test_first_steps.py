@@ -15,8 +15,8 @@ from slipstream import Memory, Op, Schedule, SlipstreamError
 from slipstream.parallel import Ranks
 from slipstream.pipeline.families import causal_lm
 from slipstream.pipeline.pipeline_options import PipelineOptions
-from slipstream.pipeline.tuning import FirstSteps, HeldBytes, StepSettings, rates_of_rows
-from slipstream.pipeline.tuning.row_plan import ObservedSteps, RowPlan, cost_of, find_row_plan
+from slipstream.pipeline.planning import FirstSteps, HeldBytes, StepSettings, rates_of_rows
+from slipstream.pipeline.planning.row_plan import ObservedSteps, RowPlan, cost_of, find_row_plan
 from slipstream.planner.ragged import StageRates
 from slipstream.schedule import COMMUNICATION, one_f_one_b, split_backwards
 from slipstream.simulator import simulate

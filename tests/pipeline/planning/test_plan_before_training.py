@@ -16,7 +16,7 @@ from slipstream import Memory, Pipeline, Runtime, SlipstreamError
 from slipstream.cost import MeasuredCosts, Profile
 from slipstream.parallel import Ranks
 from slipstream.pipeline.pipeline_options import ExpectedBatch
-from slipstream.pipeline.tuning import StartRequest, profile_of, start_plan
+from slipstream.pipeline.planning import StartRequest, plan_before_training, profile_of
 from slipstream.planner.joint import JointPlan
 from slipstream.profile import ProfileSettings, find_costs
 from support.architectures import (
@@ -58,7 +58,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Profile]:
         profiles.append(find_costs(*arguments))
         return profiles[-1]
 
-    monkeypatch.setattr(start_plan, "find_costs", measure)
+    monkeypatch.setattr(plan_before_training, "find_costs", measure)
     return profiles
 
 
@@ -67,7 +67,7 @@ def test_no_slice_is_longer_than_what_the_time_sufficed_to_measure(monkeypatch: 
     def measure(config: Any, settings: ProfileSettings, *arguments: Any) -> Profile:
         return find_costs(config, dataclasses.replace(settings, longest_slice=16), *arguments)
 
-    monkeypatch.setattr(start_plan, "find_costs", measure)
+    monkeypatch.setattr(plan_before_training, "find_costs", measure)
     plan = planned().plan
     assert plan is not None
     assert max(plan.slices) <= 16
@@ -77,7 +77,7 @@ def test_no_slice_is_longer_than_what_the_time_sufficed_to_measure(monkeypatch: 
 def test_what_it_does_is_told_now_and_then() -> None:
     said: list[str] = []
     request = StartRequest(seq_len=LENGTH, num_microbatches=1, num_ranks=2, dtype="float32")
-    start_plan.plan_start(llama(), request, Ranks.of(), torch.device("cpu"), said.append, every=0.0)
+    plan_before_training.plan_start(llama(), request, Ranks.of(), torch.device("cpu"), said.append, every=0.0)
     text = " ".join(said)
     assert "measuring what the model's parts cost: " in text
     assert "searching for the best plan: " in text
@@ -197,7 +197,9 @@ def test_what_a_plan_holds_is_known_before_it_runs(vocabulary: Any, tied: bool, 
     request = StartRequest(seq_len=LENGTH, num_microbatches=4, num_ranks=2, dtype="float32")
     assert pipe.plan is not None
     plan = pipe.plan.partition, pipe.plan.slices, pipe.plan.schedule, pipe.plan.recompute
-    ratio = max(start_plan._most_bytes(costs, request, *plan)) / rehearsed_bytes(pipe, tokens(batch=4, length=LENGTH))
+    ratio = max(plan_before_training._most_bytes(costs, request, *plan)) / rehearsed_bytes(
+        pipe, tokens(batch=4, length=LENGTH)
+    )
     assert 0.95 < ratio < 1.1
 
 
@@ -214,7 +216,7 @@ def test_what_is_held_with_layers_that_are_computed_again_is_known(measured: lis
             memory, runtime = Memory(recompute=recompute), Runtime(self_check=False)
             pipe = Pipeline.from_config(config, num_ranks=2, memory=memory, runtime=runtime, **options)
             most[schedule, slices, recompute] = rehearsed_bytes(pipe, inputs)
-            counted = max(start_plan._most_bytes(costs, request, (2, 2), slices, pipe.order, recompute))
+            counted = max(plan_before_training._most_bytes(costs, request, (2, 2), slices, pipe.order, recompute))
             assert 0.95 < counted / most[schedule, slices, recompute] < 1.1
     several = (48, 32, 48)
     split, whole = most["zb-h1", several, "full"], most["1f1b", several, "full"]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from slipstream.errors import SlipstreamError
 from slipstream.pipeline.cut_batch import even_microbatches
 from slipstream.pipeline.pipeline_options import PipelineOptions
-from slipstream.pipeline.tuning.row_plan import RowProblem, granularity_for
+from slipstream.pipeline.planning.row_plan import RowProblem, granularity_for
 from slipstream.planner.ragged import StageRates, StepPlan, StepProblem
 from slipstream.schedule import (
     AUTOMATIC,
