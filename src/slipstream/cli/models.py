@@ -134,7 +134,10 @@ def generate(
     from slipstream.launch import Progress
     from slipstream.train.export import TextWriter, opened_model
 
-    with opened_model(model, remote_code, Progress(make_console(stderr=True)), best) as opened:
+    progress = Progress(make_console(stderr=True))
+    with opened_model(model, remote_code, progress, best) as opened:
         writer = TextWriter.load(opened, "cuda" if torch.cuda.is_available() else "cpu", chat_template)
         writer.check(prompt, max_new_tokens, chat)
+        if doubled := writer.warning(prompt, chat):
+            progress.warn(f"{doubled}; leave it out there")
         print(writer.write(prompt, max_new_tokens, temperature, seed, chat))

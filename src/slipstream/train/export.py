@@ -34,7 +34,7 @@ from slipstream.model import (
 from slipstream.parallel import ParameterShare, RankGroup
 from slipstream.pipeline import describe_model
 from slipstream.train.config import LoraSection, ModelSection, precision_named
-from slipstream.train.data import load_tokenizer
+from slipstream.train.data import load_tokenizer, prompt_beginning_twice
 from slipstream.train.data.chat_templates import ChatTemplate
 from slipstream.train.run_folder import RunFolder
 from slipstream.train.run_state import differs
@@ -329,6 +329,10 @@ class TextWriter:
         if num_tokens == 0:
             raise SlipstreamError(f"the prompt {prompt!r} has no tokens; give a text to continue")
         check_length(self.model.config, num_tokens + max_new_tokens, "the prompt's tokens and --max-new-tokens")
+
+    def warning(self, prompt: str, is_chat: bool = False) -> str:
+        """Returns what to say of a prompt that begins with two begin tokens; "" where it doesn't."""
+        return prompt_beginning_twice(prompt, self._tokens(prompt, is_chat), self.tokenizer)
 
     def write(self, prompt: str, max_new_tokens: int, temperature: float, seed: int, is_chat: bool = False) -> str:
         """Returns the prompt and its continuation, or the assistant's answer to it in a chat: of the likeliest tokens

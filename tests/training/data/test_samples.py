@@ -13,14 +13,17 @@ import pyarrow.parquet
 import pytest
 from rich.console import Console
 from tokenizers.processors import TemplateProcessing
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress
-from slipstream.train.config import SourceSection
+from slipstream.train.config import SampleSection, SourceSection
 from slipstream.train.data import TokenisedText, train_tokenizer
 from slipstream.train.data.open_source import OpenSource
 from slipstream.train.data.samples import ChatTemplate, show_example
 from slipstream.train.data.streams import RowStream
+from slipstream.train.export import TextWriter
+from slipstream.train.preflight.text_preparation import check_sample
 
 CHAT = (
     "{% for message in messages %}<{{ message.role }}>{% if message.role == 'assistant' %}OPEN{{ message.content }}"
@@ -42,6 +45,8 @@ TURNS = [
 ]
 
 Tokenise = Callable[..., TokenisedText]
+
+SMALL = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}
 
 
 @pytest.fixture(scope="module")
@@ -219,6 +224,19 @@ def test_two_begin_tokens_are_warned_of(row: dict[str, Any], tmp_path: Path) -> 
     assert warnings(json.loads(json.dumps(row).replace("<s>", ""))) == []
     (said,) = warnings(row)
     assert "2 of the first 2 documents begin with two <s>: the tokenizer begins each with one, which the text" in said
+
+
+@pytest.mark.parametrize(("prompt", "number"), [("<s>what is it", 1), ("what is it", 0)])
+def test_a_prompt_with_a_begin_token_of_its_own_is_warned_of(prompt: str, number: int) -> None:
+    """In a run's sample and in `slipstream generate`."""
+    tokenizer, said = with_begin_token(), list[str]()
+    progress = Progress(None)
+    progress.warn = said.append  # type: ignore[method-assign]
+    check_sample(SampleSection(prompt=prompt), tokenizer, LlamaConfig(), progress)
+    writer = TextWriter(LlamaForCausalLM(LlamaConfig(**SMALL)), tokenizer, None)
+    said += [writer.warning(prompt)] if writer.warning(prompt) else []
+    assert len(said) == 2 * number
+    assert all("'<s>what is it' begins with two <s>" in text for text in said)
 
 
 def test_a_completion_of_messages(tokenise: Tokenise, tokenizer: Any) -> None:

@@ -18,6 +18,7 @@ from slipstream.train.data.tokenised_text import (
     is_of_tokenizer,
     load_texts,
     load_tokenizer,
+    prompt_beginning_twice,
     save_texts,
     tokenise,
     train_tokenizer,

@@ -304,15 +304,27 @@ _DOCUMENTS = 100  # documents that are looked at
 def find_double_begin(text: TokenisedText, tokenizer: Any) -> str:
     """Returns which of the first documents begin with two begin tokens, as where the text has one and the tokenizer
     adds another; "" where none does."""
-    begin = tokenizer.bos_token_id
     number = min(_DOCUMENTS, text.num_documents)
-    doubled = sum(text.document(index)[:2].tolist() == [begin, begin] for index in range(number))
+    doubled = sum(_begins_twice(text.document(index)[:2].tolist(), tokenizer) for index in range(number))
     if not doubled:
         return ""
     return (
         f"{doubled:,} of the first {plural(number, 'document')} begin with two {tokenizer.bos_token}: the tokenizer "
         "begins each with one, which the text, or the chat template, has already; leave it out there"
     )
+
+
+def prompt_beginning_twice(prompt: str, tokens: Sequence[int], tokenizer: Any) -> str:
+    """Returns what to say of a prompt to be continued that begins with two begin tokens; "" where it doesn't."""
+    if not _begins_twice(tokens[:2], tokenizer):
+        return ""
+    begin = tokenizer.bos_token
+    return f"{prompt[:40]!r} begins with two {begin}: the tokenizer begins it with one, which the text has already"
+
+
+def _begins_twice(first: Sequence[int], tokenizer: Any) -> bool:
+    begin = tokenizer.bos_token_id
+    return begin is not None and [*first] == [begin, begin]
 
 
 def train_tokenizer(

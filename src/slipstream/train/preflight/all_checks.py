@@ -48,7 +48,7 @@ def preflight(config: Config, progress: Progress) -> RunInputs:
     check_memory(config, model_config)
     check_smaller_meshes(config, model_config)
     text = prepare_text(config, files, progress)
-    check_sample(config.sample, text.tokenizer, model_config)
+    check_sample(config.sample, text.tokenizer, model_config, progress)
     check_amount(config, text, progress)
     is_finished = check_resume(config, model_config, text.sequences, progress)
     has_reference = config.preference is not None and config.preference.has_reference

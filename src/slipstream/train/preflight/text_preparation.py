@@ -271,15 +271,16 @@ def check_tokenizer(config: Config, files: ModelFiles, progress: Progress) -> No
         )
 
 
-def check_sample(sample: SampleSection, tokenizer: Any, model_config: Any) -> None:
+def check_sample(sample: SampleSection, tokenizer: Any, model_config: Any, progress: Progress) -> None:
     """Raises SlipstreamError where the sample would be longer than the model's positions, which would only be found
-    when the training is over."""
-    limit = longest_sequence(model_config)
-    if sample.prompt is None or limit is None:
+    when the training is over. Warns of two begin tokens."""
+    if sample.prompt is None:
         return
-    length = len(tokenizer(sample.prompt, verbose=False)["input_ids"])
-    written = sample.max_new_tokens
-    if length + written > limit:
+    tokens = tokenizer(sample.prompt, verbose=False)["input_ids"]
+    if doubled := data.prompt_beginning_twice(sample.prompt, tokens, tokenizer):
+        progress.warn(f"sample.prompt={doubled}; leave it out there")
+    limit, length, written = longest_sequence(model_config), len(tokens), sample.max_new_tokens
+    if limit is not None and length + written > limit:
         room = limit - length
         instead = f"--sample.max_new_tokens={room}" if room > 0 else "a shorter sample.prompt"
         raise SlipstreamError(
