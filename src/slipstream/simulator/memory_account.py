@@ -275,7 +275,7 @@ class OrderBytes:
             (rank[ends], done[ends], size[ends], -returned[ends]),
         ]
         if arrays.schedule.spreads_vocabulary:
-            # A backward returns its received buffer once its result is sent, others before they compute.
+            # A whole backward returns its received buffer at its end, others before they compute.
             early, late = self._head_changes()
             by_cause = [*by_cause[:3], early, by_cause[3], late]
         ranks, moments, sizes, changes = (np.concatenate(of_kind) for of_kind in zip(*by_cause, strict=True))
@@ -292,8 +292,11 @@ class OrderBytes:
         lowered = with_far_messages(self.lowered or add_communication(self.arrays.schedule))
         for rank in range(lowered.num_ranks):
             for action, taken in _head_buffers(lowered, rank):
-                moment, changed = next(done), of_whole if action.op is Op.B else of_others
+                moment = next(done)
                 for send, change in taken:
+                    # A SEND follows the action whose result it has, which has returned what it received by then.
+                    is_sent = change > 0 and lowered.placement[send.stage] == rank
+                    changed = of_whole if action.op is Op.B and not is_sent else of_others
                     size = sizes[sent_result(send, lowered).op][firsts[send.microbatch] + send.slice]
                     changed.append((rank, moment, size, change))
         for changed in (of_whole, of_others):
