@@ -305,10 +305,27 @@ class Costs(ABC):
     def seconds(self, stage: Stage, op: Op, length: Any, context: Any) -> Any:
         """Returns the time of F, B, I, W or R; ints give a number, integer arrays an array. It is 0 for a backward that
         doesn't run, as nothing up to there is trained."""
+        runs = op not in BACKWARDS or self.has_backward(stage)
+        if isinstance(length, int) and isinstance(context, int):
+            fixed, each = self._of_one_slice(op, length, context)
+            return float(fixed + total(self.count(stage), each)) if runs else 0.0
         work, shape = _as_work(op, length, context)
-        if op in BACKWARDS and not self.has_backward(stage):
+        if not runs:
             return _shaped(np.zeros(len(work.lengths)), shape)
         return _shaped(self.fixed_seconds(work) + total(self.count(stage), self.each_seconds(work)), shape)
+
+    def _of_one_slice(self, op: Op, length: int, context: int) -> tuple[float, Floats]:
+        """Returns the seconds on one slice of the fixed part of a stage, and of a part of each kind, (kinds,). They are
+        kept, as a search asks for those of many stages."""
+        key = op, length, context
+        if key not in self._known:
+            work, _ = _as_work(op, length, context)
+            self._known[key] = float(self.fixed_seconds(work)[0]), self.each_seconds(work)[:, 0]
+        return self._known[key]
+
+    @cached_property
+    def _known(self) -> dict[tuple[Op, int, int], tuple[float, Floats]]:
+        return {}
 
     def exchange_seconds(self, stage: Stage, op: Op, length: Any) -> tuple[Any, ...]:
         """Returns the parts of it that are exchanges of ranks that share layers, slices and experts: see
