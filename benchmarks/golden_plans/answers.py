@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from slipstream.model import ALL_WEIGHTS, Adapter, TrainedWeights, find_frozen
 from slipstream.model.loading import meta_model
 from slipstream.pipeline.planning import plan_before_training
 from slipstream.pipeline.planning.row_plan import RowProblem, find_row_plan, microbatch_bytes
-from slipstream.planner.joint import JointPlan, JointProblem, find_vocabulary_plan
+from slipstream.planner.joint import JointPlan, find_vocabulary_plan
 from slipstream.planner.plans import Prediction
 from slipstream.planner.ragged import StageRates, StepMemory, StepPlan, StepProblem, find_plan_within, fit_rates
 from slipstream.planner.ragged.step_search import find_step_plan
@@ -145,20 +145,10 @@ def _start(request: Request) -> Answer:
         vocabulary=request["vocabulary"],
         trained=_trained(request, config),
         memory_limit=request.get("memory_limit"),
+        effort=_EFFORT,
     )
     costs = plan_before_training.of_what_is_trained(MeasuredCosts(profile), config, asked, lambda text: None)
-    problem = JointProblem(
-        costs=costs,
-        state=asked.state,
-        seq_len=asked.seq_len,
-        num_ranks=asked.num_ranks,
-        num_microbatches=asked.num_microbatches,
-        granularity=asked.granularity,
-        longest_slice=profile.longest_slice,
-        memory_limit=asked.memory_limit,
-        account=partial(plan_before_training._most_bytes, costs, asked),
-    )
-    problem = replace(problem, effort=_EFFORT * problem.effort)
+    problem = asked.problem(costs, profile.longest_slice)
     plan = replace(find_vocabulary_plan(problem, asked.vocabulary, lambda share: None), costs=costs)
     rates = asked.fit_rates(costs, profile.longest_slice, plan.partition, "none")
     of_rates = {op.value: seconds.tolist() for op, seconds in rates.seconds.items()}

@@ -33,7 +33,8 @@ class ClusterCost(TableCost):
     @cached_property
     def byte_seconds(self) -> Mapping[bool, float]:
         """The seconds of a byte of a message, by whether both ranks are in one domain."""
-        senders = min(self.stride, self.cluster.devices_per_node)  # as many of a node send at the same time
+        # The devices of a node that send at the same time share its link.
+        senders = min(self.stride, self.cluster.devices_per_node)
         gathered = (self.tensor_parallel - 1) / self.cluster.inside.rate()
         links = {True: self.cluster.inside, False: self.cluster.between}
         return {same: (1 / link.rate(senders) + gathered) / self.tensor_parallel for same, link in links.items()}

@@ -73,7 +73,7 @@ class Numbers(NamedTuple):
 
     all: Floats
     trained: Floats
-    trained_in_experts: Floats  # of these, the ones of experts that are spread over ranks
+    trained_in_experts: Floats  # trained ones of experts that are spread over ranks
 
     def optimized(self, shards: int, expert_ranks: int) -> Floats:
         """Returns how many trained ones have their optimizer state here, where it is spread over `shards` ranks with
@@ -132,11 +132,6 @@ class Costs(ABC):
         """By how many ranks a stage's work is shared."""
         return UNSHARED
 
-    @property
-    def longest_slice(self) -> int | None:
-        """The longest slice whose time is known, in tokens. None: any."""
-        return None
-
     # --- seconds of a part of each kind ------------------------------------------------------------------------------
 
     @abstractmethod
@@ -152,8 +147,15 @@ class Costs(ABC):
         return np.zeros((len(EXCHANGES), self.num_kinds, len(work.lengths)))
 
     def each_selective_replay(self, work: Work) -> Floats:
-        """Returns the seconds in which selective recomputation repeats the parts' F, (kinds, slices)."""
-        raise NotImplementedError(f"{type(self).__name__} doesn't know how long selective recomputation takes")
+        """Returns the seconds in which selective recomputation repeats the parts' F, (kinds, slices).
+
+        Raises:
+            SlipstreamError: where they aren't known.
+        """
+        raise SlipstreamError(
+            "recompute='selective' can't be predicted by measured times. Give none, full, stage or stage+full, or plan "
+            "on a described cluster."
+        )
 
     # --- bytes of a part of each kind --------------------------------------------------------------------------------
 
@@ -326,23 +328,6 @@ class Costs(ABC):
     @cached_property
     def _known(self) -> dict[tuple[Op, int, int], tuple[float, Floats]]:
         return {}
-
-    def exchange_seconds(self, stage: Stage, op: Op, length: Any) -> tuple[Any, ...]:
-        """Returns the parts of it that are exchanges of ranks that share layers, slices and experts: see
-        `EXCHANGES`."""
-        work, shape = _as_work(op, length, 0)
-        return tuple(_shaped(total(self.count(stage), kind), shape) for kind in self.each_exchange(work))
-
-    def replay_seconds(self, stage: Stage, recompute: str, length: Any, context: Any) -> Any:
-        """Returns the time of R: that of F, or with "selective" of its kernels other than products and attention. With
-        "full", which has no R, it is how much longer the backward takes."""
-        if recompute not in ("full", "selective"):
-            return self.seconds(stage, Op.R, length, context)
-        work, shape = _as_work(Op.R, length, context)
-        if recompute == "full":
-            again = all_of(self.layers_with_backward(stage))
-            return _shaped(total(self.count(again), self.each_seconds(work)), shape)
-        return _shaped(self.fixed_seconds(work) + total(self.count(stage), self.each_selective_replay(work)), shape)
 
     # --- bytes of a stage --------------------------------------------------------------------------------------------
 

@@ -58,10 +58,6 @@ class MeasuredCosts(Costs):
     def degrees(self) -> Degrees:
         return self.profile.degrees
 
-    @property
-    def longest_slice(self) -> int:
-        return self.profile.longest_slice
-
     # --- seconds -----------------------------------------------------------------------------------------------------
 
     def each_seconds(self, work: Work) -> Floats:
@@ -143,7 +139,8 @@ class MeasuredCosts(Costs):
     # --- messages and state ------------------------------------------------------------------------------------------
 
     def message_bytes(self, length: Any) -> Any:
-        num_tokens = -(-length // self.degrees.context)  # of the rank with most
+        # The rank with the most tokens of a slice counts.
+        num_tokens = -(-length // self.degrees.context)
         return self.microbatch_size * num_tokens * self.profile.model.hidden_size * self.dtype_bytes
 
     def handling_seconds(self, length: Any) -> Any:

@@ -61,10 +61,6 @@ class Mode(Costs):
     def degrees(self) -> Degrees:
         return self.costs.degrees
 
-    @property
-    def longest_slice(self) -> int | None:
-        return self.costs.longest_slice
-
     def each_seconds(self, work: Work) -> Floats:
         return self.costs.each_seconds(work)
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-_INSIDE = ("base_layer", "original_module")  # of a module with an adapter, and of one with a trained copy
+_INSIDE = ("base_layer", "original_module")  # names of the wrapped module: with an adapter, with a trained copy
 _COPIES = "modules_to_save"
 # The factors of PEFT's methods, and along which dimension each has the output and the input features of its layer.
 _FACTORS: dict[str, tuple[int | None, int | None]] = {
@@ -27,7 +27,7 @@ _FACTORS: dict[str, tuple[int | None, int | None]] = {
 class AdaptedName(NamedTuple):
     """The parts of a parameter's name in an adapted model."""
 
-    layer: str  # of the model's own module that PEFT wraps: "model.layers.0.mlp.up_proj"
+    layer: str  # name of the wrapped module: "model.layers.0.mlp.up_proj"
     factor: str | None  # such as "lora_A"; None where it is the module's own parameter, or that of a trained copy
     rest: str  # the parameter's name within: "weight"; of a factor's bias "bias"
 

@@ -22,7 +22,7 @@ from slipstream.model.adapters import ORTHOGONAL, Adapter, check_tied
 class Targets(NamedTuple):
     """The modules that an adapter is added to, by their names in the model with the adapter."""
 
-    modules: list[str]  # that get factors
+    modules: list[str]  # names of modules with factors
     parameters: dict[str, str]  # fused weights that get factors, by the names of modules around them
     copies: list[str]  # modules of which a copy is trained
     config: Any  # PEFT's, in which names of fused experts have become those of their parameters
@@ -47,7 +47,8 @@ def find_targets(whole: PreTrainedModel, config: Any) -> Targets:
     linear = sorted({name.rpartition(".")[2] for name, module in whole.named_modules() if hasattr(module, "weight")})
     modules = [name for name, _ in whole.named_modules()]
     for pattern in config.modules_to_save or ():
-        if not any(name.endswith(pattern) for name in modules):  # as PEFT looks for them
+        # PEFT looks for the ends of names.
+        if not any(name.endswith(pattern) for name in modules):
             raise SlipstreamError(
                 f"modules_to_save: the model has no module {pattern!r}. Its modules with weights are "
                 f"{', '.join(linear)}."

@@ -47,7 +47,8 @@ def merged_state(config: PretrainedConfig, adapter: Adapter, state: Mapping[str,
     """
     try:
         merged = _filled(config, adapter, state).merge_and_unload(safe_merge=True)
-    except ValueError as error:  # of weights that aren't finite, or a method that can't be merged
+    except ValueError as error:
+        # Some weights aren't finite, or the method can't be merged.
         raise SlipstreamError(f"the adapter can't be merged into the model: {error}") from error
     return {name: tensor.detach() for name, tensor in merged.state_dict().items()}
 

@@ -41,7 +41,7 @@ class Ranks:
     experts."""
     world: RankGroup
     pipelines: tuple[tuple[int, ...], ...]  # the global ranks of every pipeline of the mesh, including this one
-    groups: Mapping[MeshAxis, RankGroup]  # of each axis of the mesh, in the order of ranks
+    groups: Mapping[MeshAxis, RankGroup]  # by axis of the mesh, in the order of ranks
 
     @classmethod
     def of(cls, mesh: DeviceMesh | None = None) -> Self:

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 _VARIABLE = "SLIPSTREAM_STALL_LIMIT"
-_meetings = count()  # of this program's ranks at a store, each of which needs keys of its own
+# Each meeting of this program's ranks at a store needs keys of its own.
+_meetings = count()
 
 
 def watch_group(world: RankGroup, limit: float | Literal["off"] | None, is_provisional: bool = False) -> None:

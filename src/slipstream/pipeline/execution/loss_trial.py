@@ -15,10 +15,11 @@ from slipstream.pipeline.cut_batch import counted
 from slipstream.pipeline.execution.losses import OutputForms, miscounted, no_divisor
 from slipstream.pipeline.pipeline_options import PAIR, LossFunction
 
-_MOST_NUMBERS = 2**20  # in the outputs that a loss function is tried on; of larger ones it is tried on these:
+# A loss function is tried on whole outputs of up to so many numbers, else on a part with so many tokens and rows.
+_MOST_NUMBERS = 2**20
 _MOST_TOKENS, _MOST_ROWS = 16, 4
 _DIMENSIONS = {0: "rows", 1: "tokens"}
-_BOUNDS = {torch.float64: 1e-6, torch.float32: 1e-3}  # of relative differences; of other dtypes 0.05
+_BOUNDS = {torch.float64: 1e-6, torch.float32: 1e-3}  # relative differences; 0.05 for other dtypes
 
 
 class _Values(NamedTuple):

@@ -76,6 +76,23 @@ class StartRequest(ExpectedBatch):
         """The bytes per parameter."""
         return StateBytes.of(PRECISIONS[AUTOCAST].weights.name if self.dtype == AUTOCAST else self.dtype)
 
+    def problem(self, costs: Costs, longest: int) -> JointProblem:
+        """Returns the search's problem, with costs of slices of up to `longest` tokens: shorter ones than were asked
+        for, where time ran out."""
+        problem = JointProblem(
+            costs=costs,
+            state=self.state,
+            seq_len=self.seq_len,
+            num_ranks=self.num_ranks,
+            num_microbatches=self.num_microbatches,
+            granularity=self.granularity,
+            longest_slice=longest,
+            memory_limit=self.memory_limit,
+            account=partial(_most_bytes, costs, self),
+            tied=self.tied,
+        )
+        return replace(problem, effort=self.effort * problem.effort)
+
     def fit_rates(self, costs: Costs, longest: int, partition: Sequence[float], recompute: str) -> StageRates:
         """Returns the rates of stages with so many layers, from costs of slices of up to `longest` tokens."""
         return fit_rates(costs, partition, longest, self.profile.seq_len, self.granularity, recompute=recompute)
@@ -157,19 +174,7 @@ def _plan(
     costs = _costs(profile, config, request, ranks, say)
     if costs.units_per_layer == 1 and ranks.leads:
         say(f"layers are planned whole: {why_layers_stay_whole(config, find_anatomy(config))}")
-    problem = JointProblem(
-        costs=costs,
-        state=request.state,
-        seq_len=request.seq_len,
-        num_ranks=request.num_ranks,
-        num_microbatches=request.num_microbatches,
-        granularity=request.granularity,
-        longest_slice=profile.longest_slice,  # shorter than was asked for where time ran out
-        memory_limit=request.memory_limit,
-        account=partial(_most_bytes, costs, request),
-        tied=request.tied,
-    )
-    problem = replace(problem, effort=request.effort * problem.effort)
+    problem = request.problem(costs, profile.longest_slice)
 
     def found() -> tuple[JointPlan, StageRates]:
         plan = replace(find_vocabulary_plan(problem, request.vocabulary, told.searched), costs=costs)

@@ -32,7 +32,8 @@ from slipstream.simulator import MemoryKind, MemoryTable, RankMemory, TableCost
 from slipstream.simulator.memory_account import OrderBytes, order_bytes
 from slipstream.simulator.simulation import end_times
 
-GROUPS = 12  # of microbatches that are simulated of it: with fewer, copies to the host haven't piled up yet
+# Groups of microbatches that are simulated of a long step: with fewer, copies to the host haven't piled up yet.
+GROUPS = 12
 _WHOLE_HEAD: Mapping[tuple[int, int, Op], float] = MappingProxyType({})
 _AFTER = "gradient reduction", "weight gathering", "optimizer"  # what follows a rank's last action
 _STEADY = 1e-3  # by which share two groups of such a step may differ

@@ -13,6 +13,7 @@ import numpy as np
 from slipstream.array_types import Floats
 from slipstream.cost import (
     BY_LAYER,
+    OPS,
     REPLAYED,
     CostSource,
     CountedCosts,
@@ -40,7 +41,6 @@ from slipstream.schedule.action_arrays import ActionArrays
 USABLE = 0.95  # of a device's memory: fragments, libraries and all that isn't counted take the rest
 _LONG = 4000  # slices of stages, in a step that isn't simulated whole
 _STAGES_PER_RANK = (1, 2, 3, 4, 5, 6, 8, 10, 12)
-_COMPUTE, _EXCHANGED = (Op.F, Op.B, Op.I, Op.W), (Op.F, Op.I)
 _MOST_LAYERS = 16  # of a model whose ranks, not only its stages, are balanced; with more that takes a second each
 
 
@@ -353,7 +353,7 @@ class PlanSpace:
     def _whole_work(self, degrees: Degrees, size: int) -> float:
         """Returns the seconds of a microbatch's forward and backward on one rank with all layers."""
         costs, whole = self.costs(degrees, size), range(len(self.source.kinds))
-        seconds = {op: float(costs.seconds(whole, op, self.seq_len, 0)) for op in _COMPUTE}
+        seconds = {op: float(costs.seconds(whole, op, self.seq_len, 0)) for op in OPS}
         work = seconds[Op.F] + min(seconds[Op.B], seconds[Op.I] + seconds[Op.W])
         # where keys are gathered, slices only make the last rank's attention less uneven
         return max(0.0, work - costs.uneven_seconds(whole, self.seq_len)) if isinstance(costs, CountedCosts) else work

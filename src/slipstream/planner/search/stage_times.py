@@ -8,14 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from slipstream.array_types import Floats
-from slipstream.cost import BY_LAYER, EXCHANGES, REPLAYED, WITH_MESSAGES, Costs, Work, messages_of_stages
+from slipstream.cost import BY_LAYER, EXCHANGES, OPS, REPLAYED, WITH_MESSAGES, Costs, Work, messages_of_stages
 from slipstream.planner.search.placed_partition import PlacedPartition
-from slipstream.schedule import (
-    BACKWARDS,
-    Op,
-)
+from slipstream.schedule import BACKWARDS, Op
 
-_COMPUTE, _EXCHANGED = (Op.F, Op.B, Op.I, Op.W), (Op.F, Op.I)
+_EXCHANGED = (Op.F, Op.I)
 Slicing = tuple[int, ...]  # tokens of each slice; () for any slices
 
 
@@ -42,13 +39,13 @@ class StageTimes:
 def stage_times(cut: PlacedPartition, parts: Floats, recomputations: Sequence[str], slices: Slicing) -> StageTimes:
     """Returns the times of a cut's stages, (..., stage, slice), from those of their parts."""
     rows = np.moveaxis(np.tensordot(cut.part_counts, parts, 1), 0, -2)
-    ends = np.cumsum([len(_COMPUTE), len(_EXCHANGED) * len(EXCHANGES), len(recomputations)])
+    ends = np.cumsum([len(OPS), len(_EXCHANGED) * len(EXCHANGES), len(recomputations)])
     compute, exchanged, replay, handling = np.split(rows, ends)
     messages = messages_of_stages(len(cut.stages))[:, None] * handling[0]
     trains = cut.trains[:, None]
     of_op = {
         op: seconds * (trains if op in BACKWARDS else 1) + (op in WITH_MESSAGES) * messages
-        for op, seconds in zip(_COMPUTE, compute, strict=True)
+        for op, seconds in zip(OPS, compute, strict=True)
     }
     return StageTimes(
         compute=of_op,
@@ -64,8 +61,8 @@ def part_times(costs: Costs, recomputations: Sequence[str], slicings: tuple[Slic
     handling of a message."""
     length = np.concatenate(slicings)
     context = np.concatenate([np.cumsum(slices) - slices for slices in slicings])
-    works = {op: Work(op, length, context) for op in (*_COMPUTE, Op.R)}
-    rows = [_with_fixed(costs, works[op]) for op in _COMPUTE]
+    works = {op: Work(op, length, context) for op in (*OPS, Op.R)}
+    rows = [_with_fixed(costs, works[op]) for op in OPS]
     for op in _EXCHANGED:
         rows += [_after(np.zeros(len(length)), exchange) for exchange in costs.each_exchange(works[op])]
     for kind in recomputations:
