@@ -23,11 +23,11 @@ from slipstream.planner.joint import JointPlan, JointProblem, OutOfMemoryError, 
 from slipstream.planner.joint.finalists import FinalistSearch
 from slipstream.planner.joint.joint_search import placements
 from slipstream.planner.joint.placement_search import PlacementSearch, QuickOrder
-from slipstream.planner.joint.problem import MemoryAccount
+from slipstream.planner.joint.problem import NOTHING_GIVEN, Given, MemoryAccount
 from slipstream.planner.joint.vocabulary_search import find_spread_plan, spread_costs
 from slipstream.planner.order.makespan_bounds import rank_bounds
 from slipstream.planner.order.order_search import find_order
-from slipstream.schedule import Action, Op, Schedule, validate
+from slipstream.schedule import Action, Op, Schedule, one_f_one_b, validate
 from slipstream.simulator import result_seconds, simulate
 from support.examples import examples
 from support.parameters import first_of
@@ -444,3 +444,62 @@ def test_one_more_microbatch_is_in_flight_where_memory_allows_it() -> None:
     limited = find_spread_plan(replace(task, memory_limit=most - 1, account=account))
     assert max(account(limited.partition, limited.slices, limited.schedule, False)) < most
     assert free.seconds < limited.seconds
+
+
+GIVEN_CHOICES: dict[str, dict[str, Any]] = {
+    "a name": {"schedule": "1f1b"},
+    "interleaved": {"schedule": "interleaved-1f1b", "stages_per_rank": 2},
+    "a v": {"schedule": "zb-v"},
+    "an order": {"schedule": one_f_one_b(2, 2, 4)},
+    "stages a rank": {"stages_per_rank": 2},
+    "a placement": {"placement": (1, 0, 1)},
+    "a cut": {"partition": (1.5, 2.5)},
+    "slices": {"slices": (256, 128, 128)},
+    "slices and an order": {"slices": (200, 200, 112), "schedule": "gpipe"},
+    "slices and a cut": {"slices": (200, 200, 112), "partition": (1, 1, 1, 1)},
+    "all": {"slices": (512,), "schedule": "1f1b", "partition": (3, 1), "recompute": "stage"},
+}
+
+
+@pytest.mark.parametrize("name", GIVEN_CHOICES)
+def test_what_is_given_is_kept_and_the_rest_is_searched_for(name: str) -> None:
+    given = Given(**GIVEN_CHOICES[name])
+    asked = problem(num_microbatches=2, given=given, effort=3e5)
+    plan = find_joint_plan(asked)
+    validate(plan.schedule)
+    placement = plan.schedule.placement
+    assert given.slices in (None, plan.slices)
+    assert given.partition in (None, plan.partition)
+    assert given.placement in (None, placement)
+    assert given.stages_per_rank in (None, max(map(placement.count, placement)))
+    assert plan.recompute == (given.recompute or "none")
+    if given.schedule is not None:
+        assert plan.schedule == asked.order(placement, len(plan.slices))
+    bounds = unit_bounds(plan.partition, 4, 2)
+    cost = asked.units(plan.slices, plan.recompute).table(bounds)
+    assert plan.seconds == pytest.approx(simulate(plan.schedule, cost).makespan, rel=1e-9)
+    free = find_joint_plan(replace(asked, given=NOTHING_GIVEN, effort=3e6))
+    assert free.seconds <= plan.seconds * (1 + 1e-9)
+
+
+def test_a_limit_is_kept_with_a_given_order_too() -> None:
+    given = Given(schedule="gpipe")
+    asked = problem(num_microbatches=2, given=given, effort=3e5)
+    plan = find_joint_plan(asked)
+
+    def held(partition: Sequence[float], slices: tuple[int, ...], schedule: Schedule, recompute: str) -> list[float]:
+        layers = max(partition)
+        return [layers * sum(slices) * (1 if recompute == "none" else 0.1)] * 2
+
+    limit = 0.5 * max(held(plan.partition, plan.slices, plan.schedule, "none"))
+    within = find_joint_plan(replace(asked, memory_limit=limit, account=held))
+    assert within.recompute != "none"
+    assert within.schedule.name == plan.schedule.name
+    with pytest.raises(OutOfMemoryError, match="nothing that was searched fits"):
+        find_joint_plan(replace(asked, memory_limit=limit, account=held, given=replace(given, recompute="none")))
+
+
+def test_stages_that_no_placement_has_are_refused() -> None:
+    asked = problem(given=Given(schedule="1f1b", partition=(1, 1, 2)))
+    with pytest.raises(SlipstreamError, match="no placement on 2 ranks has as many stages"):
+        find_joint_plan(asked)

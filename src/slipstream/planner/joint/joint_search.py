@@ -13,27 +13,63 @@ from slipstream.planner.joint.candidate import Candidate
 from slipstream.planner.joint.finalists import FinalistSearch
 from slipstream.planner.joint.joint_plan import JointPlan
 from slipstream.planner.joint.problem import JointProblem
-from slipstream.schedule import Schedule
+from slipstream.schedule import SCHEDULES, Schedule, make_schedule
 
 if TYPE_CHECKING:
     from slipstream.planner.joint.placement_search import PlacementSearch, PlanMemory
 
 
-def placements(num_ranks: int, num_units: int) -> list[tuple[int, ...]]:
+_MOST_ROUNDS = 3  # of stages over the ranks
+
+
+def placements(num_ranks: int, num_units: int, most_rounds: int = _MOST_ROUNDS) -> list[tuple[int, ...]]:
     """Returns the placements to search, the rank of each stage, of at most `num_units` stages.
 
     An incomplete last round gives the first ranks a stage more than the others, such as (0, 1, 0): with an end of the
     model as a short first or last stage that evens out ranks whose work can't be divided equally.
     """
     loop = list(range(num_ranks))
-    lengths = (rounds * num_ranks + more for rounds in range(1, _MOST_ROUNDS + 1) for more in (0, 1))
+    lengths = (rounds * num_ranks + more for rounds in range(1, most_rounds + 1) for more in (0, 1))
     loops = [tuple(loop * (length // num_ranks + 1))[:length] for length in lengths]
     v_shape = (*loop, *reversed(loop))
     orders = dict.fromkeys([*loops, v_shape] if num_ranks > 1 else [(0,)])
     return [placement for placement in orders if len(placement) <= num_units]
 
 
-_MOST_ROUNDS = 3  # of stages over the ranks
+def allowed_placements(problem: JointProblem) -> list[tuple[int, ...]]:
+    """Returns the placements to search with what is given.
+
+    Raises:
+        SlipstreamError: where none has as many stages as are given.
+    """
+    given = problem.given
+    if given.placement is not None:
+        return [given.placement]
+    if isinstance(given.schedule, Schedule):
+        return [given.schedule.placement]
+    rounds = given.stages_per_rank
+    if given.schedule is not None:
+        allowed = SCHEDULES[given.schedule].stages_per_rank
+        numbers = [n for n in range(1, _MOST_ROUNDS + 1) if n in allowed] if rounds is None else [rounds]
+        choices = [make_schedule(given.schedule, problem.num_ranks, 1, 1, number).placement for number in numbers]
+    else:
+        choices = placements(problem.num_ranks, problem.num_units, max(_MOST_ROUNDS, rounds or 1))
+    fitting = [
+        placement
+        for placement in choices
+        if len(placement) <= problem.num_units
+        and rounds in (None, placement.count(0))
+        and (given.partition is None or len(placement) == len(given.partition))
+    ]
+    if not fitting:
+        partition = "" if given.partition is None else f", partition={[*given.partition]}"
+        raise SlipstreamError(
+            f"schedule={given.schedule!r}, stages_per_rank={rounds}{partition}: no placement on {problem.num_ranks} "
+            f"ranks has as many stages, of a model with {problem.costs.num_layers} layers. Leave one of them out."
+        )
+    return fitting
+
+
 _ACCOUNTED = 24  # of those that seem to hold least
 _SAVINGS = (("none",), ("stage", "full"), ("stage+full",))  # of memory, by their cost
 _FINALISTS = 3  # placements whose best candidate gets its best order
@@ -61,7 +97,7 @@ def find_joint_plan(problem: JointProblem, on_progress: Callable[[float], None] 
     """
     problem.check()
     least: list[_Least] = []
-    for savings in _SAVINGS if problem.memory_limit is not None else _SAVINGS[:1]:
+    for savings in _savings(problem):
         plans: list[JointPlan] = []
         for recompute in savings:
             searches = _search(replace(problem, effort=problem.effort / len(savings)), recompute, on_progress)
@@ -76,6 +112,13 @@ def find_joint_plan(problem: JointProblem, on_progress: Callable[[float], None] 
     if fitting:
         return fitting[0].search.plan_in(fitting[0].candidate, fitting[0].schedule)
     raise _nothing_fits(problem, min(least, key=lambda candidate: max(candidate.bytes)))
+
+
+def _savings(problem: JointProblem) -> tuple[tuple[str, ...], ...]:
+    """Returns the recomputations to try, those at once that cost about as much."""
+    if problem.given.recompute is not None:
+        return ((problem.given.recompute,),)
+    return _SAVINGS if problem.memory_limit is not None else _SAVINGS[:1]
 
 
 def _best(searches: list[PlacementSearch]) -> JointPlan | None:
@@ -145,8 +188,7 @@ def _search(problem: JointProblem, recompute: str, on_progress: Callable[[float]
         used += effort
         on_progress(min(1.0, used / problem.effort))
 
-    choices = placements(problem.num_ranks, problem.num_units)
-    searches = [PlacementSearch(problem, placement, recompute, on_effort) for placement in choices]
+    searches = [PlacementSearch(problem, placement, recompute, on_effort) for placement in allowed_placements(problem)]
     best, left = problem.most_seconds, problem.effort
     for index, search in enumerate(searches):
         share = left / (len(searches) - index)

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 
 from slipstream.array_types import Floats, Ints
-from slipstream.cost import OPS, Work, partition_of
+from slipstream.cost import OPS, Work, partition_of, unit_bounds
 from slipstream.errors import SlipstreamError
 from slipstream.planner.joint.candidate import Candidate, moved_cuts, steepest_descent
 from slipstream.planner.joint.joint_plan import JointPlan
 from slipstream.planner.joint.problem import JointProblem
 from slipstream.planner.joint.sliced_units import SlicedUnits
-from slipstream.planner.order.list_scheduling import ListScheduler, PriorityRule
+from slipstream.planner.order.list_scheduling import ListScheduler, PriorityRule, measure_order
 from slipstream.planner.order.makespan_bounds import rank_bounds
 from slipstream.planner.order.order_search import find_order, hold_less, step_lower_bound
 from slipstream.planner.order.ordering_problem import ROUNDING, OrderingProblem, StepActions, UnitTimes
@@ -62,9 +62,11 @@ class PlanMemory:
         return bool((most <= self._limit).all())
 
     def least(self, candidate: Candidate, units: SlicedUnits) -> Schedule:
-        """Returns the order that holds least: one microbatch after the other, with whole backwards."""
-        counts = (len(candidate.slices),) * self._problem.num_microbatches
-        order = StepActions(self._placement, counts).whole
+        """Returns the order that is given, or the one that holds least: one microbatch after the other, with whole
+        backwards."""
+        order = self._problem.order(self._placement, len(candidate.slices))
+        if order is None:
+            order = StepActions(self._placement, (len(candidate.slices),) * self._problem.num_microbatches).whole
         return units.without_frozen_backwards(order, candidate.bounds)
 
     def least_bytes(self, candidate: Candidate, units: SlicedUnits) -> Floats:
@@ -93,16 +95,29 @@ class PlanMemory:
         return np.array(self._problem.account(partition, candidate.slices, schedule, self._recompute), float)
 
 
+_GIVEN = PriorityRule("given", 0.0, 0.0, 0.0)  # the one rule of an order that is given
+
+
 class QuickOrder:
     """The orders of one placement with one number of microbatches and slices, whatever the actions cost."""
 
-    def __init__(self, placement: tuple[int, ...], num_microbatches: int, num_slices: int, split: bool) -> None:
+    def __init__(
+        self,
+        placement: tuple[int, ...],
+        num_microbatches: int,
+        num_slices: int,
+        split: bool,
+        given: Schedule | None = None,
+    ) -> None:
+        """`given` is the only order; None: list scheduling has many."""
         self._actions = StepActions(placement, (num_slices,) * num_microbatches)
         self._split = split
+        self._given = given
         lags = (0.0, 0.5, 1.0, 2.0) if num_microbatches > 1 else (0.0,)
         names = self._actions.splittings(split)
         grid = product(names, lags, (-1.0, 0.0, 0.25, 0.5, 1.0, 2.0), (0.0, 0.5, 1.0))
-        self.rules = tuple(PriorityRule(*rule) for rule in grid if rule[0] != "none" or rule[3] == 0)
+        searched = tuple(PriorityRule(*rule) for rule in grid if rule[0] != "none" or rule[3] == 0)
+        self.rules = searched if given is None else (_GIVEN,)
 
     def seconds(
         self, units: SlicedUnits, bounds: tuple[int, ...], room: Floats | None, rules: tuple[PriorityRule, ...] = ()
@@ -124,6 +139,9 @@ class QuickOrder:
         travels = np.tile(units.message_seconds, number)
         # Messages don't wait for each other.
         costs = UnitTimes.of_slices(seconds, (travels, 0 * travels), np.tile(held, number), units.frozen_stages(bounds))
+        if self._given is not None:
+            measured = measure_order(self._actions, costs, limits, self._given)
+            return {_GIVEN: inf if measured is None else measured.seconds}
         period = float((times[Op.F] + times[Op.B]).sum(axis=1).max())
         scheduler = ListScheduler(self._actions, costs, limits, self._split, period=period)
         return {rule: scheduler.place(rule).seconds for rule in rules or self.rules}
@@ -167,19 +185,27 @@ class PlacementSearch:
         self._effort = effort
         if not (starts := [*dict.fromkeys(self.starts())]):
             return effort
-        self.exact = self._exact_slices(starts[0].bounds)
+        first: list[Candidate] = []
+        if self._may_have_exact_slices:
+            self.exact = self._exact_slices(starts[0].bounds)
+            first.append(self.exact)
         starts.sort(key=self.rough_bound)
-        if min(map(self.rough_bound, (self.exact, starts[0]))) >= self.problem.most_seconds:
+        if min(map(self.rough_bound, (*first, starts[0]))) >= self.problem.most_seconds:
             return effort
-        first: list[Candidate] = [self.exact]
         for candidate in starts:
-            if self.rough_bound(candidate) < min(self.seconds, limit) and self._effort > effort / 2:
+            is_wanted = self.rough_bound(candidate) < min(self.seconds, limit) and self._effort > effort / 2
+            if is_wanted or not first:
                 first.append(candidate)
             self._simulated(first[-1])
         for candidate in sorted(first, key=self._simulated)[:_STARTS]:
             if self._is_near(self._simulated(candidate)):
                 self._descend(candidate)
         return max(0.0, self._effort)
+
+    @property
+    def _may_have_exact_slices(self) -> bool:
+        """Whether neither slices nor their number are given."""
+        return self.problem.given.slices is None and not isinstance(self.problem.given.schedule, Schedule)
 
     @property
     def is_promising(self) -> bool:
@@ -210,7 +236,9 @@ class PlacementSearch:
         )
 
     def holding_less(self, candidate: Candidate, plan: JointPlan) -> JointPlan:
-        """Returns the candidate's plan in an order that holds less, where one takes hardly longer."""
+        """Returns the candidate's plan in an order that holds less, where one takes hardly longer and none is given."""
+        if self.problem.given.schedule is not None:
+            return plan
         problem = OrderingProblem(*self._counts(candidate), self._table(candidate), **self._limits(candidate))
         order = hold_less(problem, plan.schedule, plan.seconds, _LESS_SHARE * self.problem.effort)
         order = self.units(candidate.slices).without_frozen_backwards(order, candidate.bounds)
@@ -227,14 +255,21 @@ class PlacementSearch:
         return float(end_times(ActionArrays.of(schedule), self._table(candidate))[0].max())
 
     def bound(self, candidate: Candidate) -> float:
-        """Returns the least seconds of a step in any order; infinite where none keeps to the memory limit."""
+        """Returns the least seconds of a step in any order that is allowed; infinite where none keeps to the memory
+        limit."""
+        if self.problem.given.schedule is not None:
+            return self._simulated(candidate)
         try:
             return step_lower_bound(*self._counts(candidate), self._table(candidate), **self._limits(candidate))
         except SlipstreamError:  # learned since
             return inf
 
     def _ordered(self, candidate: Candidate, effort: float) -> Schedule | None:
-        """Returns an order that keeps to the memory limit."""
+        """Returns an order that keeps to the memory limit, the given one where there is one."""
+        given = self.problem.order(self.placement, len(candidate.slices))
+        if given is not None:
+            order = self.units(candidate.slices).without_frozen_backwards(given, candidate.bounds)
+            return order if self.memory is None or self.memory.fits(candidate, order) else None
         for _ in range(1 if self.memory is None else _TRIES):
             try:
                 order = find_order(
@@ -306,8 +341,9 @@ class PlacementSearch:
         if candidate not in self.known:
             count = len(candidate.slices)
             if count not in self._quick:
-                counts = self.problem.num_microbatches, count
-                self._quick[count] = QuickOrder(self.placement, *counts, self.problem.split)
+                problem = self.problem
+                given = problem.order(self.placement, count)
+                self._quick[count] = QuickOrder(self.placement, problem.num_microbatches, count, problem.split, given)
             units, rules = self.units(candidate.slices), self._rules.get(count, ())
             seconds_by_rule = self._quick[count].seconds(units, candidate.bounds, self._room(candidate), rules)
             used = len(seconds_by_rule) * self.num_actions(candidate)
@@ -321,15 +357,24 @@ class PlacementSearch:
         return self.known[candidate]
 
     def starts(self) -> Iterator[Candidate]:
-        """Yields slices of equal time in several numbers, each with its evened cut, unless no cut is even enough."""
-        problem, bounds = self.problem, None
+        """Yields the slices that are given, or those of equal time in several numbers, each with its evened cut, unless
+        no cut is even enough."""
+        problem = self.problem
+        bounds: tuple[int, ...] | None = None
+        for slices in self._first_slices():
+            if max(slices) <= problem.longest and problem.even_seconds(self.units(slices)) < problem.most_seconds:
+                bounds = self._evened(Candidate(bounds or self._first_bounds(slices), slices)).bounds
+                yield Candidate(bounds, slices)
+
+    def _first_slices(self) -> Iterator[tuple[int, ...]]:
+        problem = self.problem
+        if problem.given.slices is not None:
+            yield problem.given.slices
+            return
         allowed = problem.slice_counts
         for count in sorted({allowed[0], *_COUNTS} & {*allowed}):
             for share in _SHARES:
-                slices = equal_time_slices(problem.seq_len, count, share, problem.granularity)
-                if max(slices) <= problem.longest and problem.even_seconds(self.units(slices)) < problem.most_seconds:
-                    bounds = self._evened(Candidate(bounds or self._even_bounds(slices), slices)).bounds
-                    yield Candidate(bounds, slices)
+                yield equal_time_slices(problem.seq_len, count, share, problem.granularity)
 
     def _exact_slices(self, bounds: tuple[int, ...]) -> Candidate:
         """The slices that are optimal for as many equal stages as ranks, with the cut evened for them."""
@@ -361,8 +406,11 @@ class PlacementSearch:
         seconds = (units.sum(axis=0) / self.problem.num_ranks + costs.fixed_seconds(work)).reshape(lengths.shape)
         return np.where(lengths > self.problem.longest, inf, seconds)
 
-    def _even_bounds(self, slices: tuple[int, ...]) -> tuple[int, ...]:
-        """Stages of equal work, as far as units allow."""
+    def _first_bounds(self, slices: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the stages that are given, or those of equal work, as far as units allow."""
+        costs = self.problem.costs
+        if self.problem.given.partition is not None:
+            return unit_bounds(self.problem.given.partition, costs.num_layers, costs.units_per_layer)
         total = np.cumsum(self.units(slices).unit_work())
         num_stages, num_units = len(self.placement), self.problem.num_units
         bounds = [0]
@@ -372,7 +420,9 @@ class PlacementSearch:
         return (*bounds, num_units)
 
     def _evened(self, candidate: Candidate) -> Candidate:
-        """Moves units between neighbours as long as the ranks' bounds get lower or more even."""
+        """Moves units between neighbours as long as the ranks' bounds get lower or more even; a given cut stays."""
+        if self.problem.given.partition is not None:
+            return candidate
         value = partial(self._rank_bounds, candidate.slices)
         return replace(candidate, bounds=steepest_descent(candidate.bounds, value, moved_cuts)[0])
 
@@ -391,7 +441,14 @@ class PlacementSearch:
                 return
 
     def changes(self, candidate: Candidate) -> list[Candidate]:
-        """Returns the candidates one change away."""
-        longest = self.problem.longest
-        slicings = (sliced for sliced in candidate.slicings(self.problem) if max(sliced.slices) <= longest)
-        return [*candidate.cuts(), *slicings]
+        """Returns the candidates one change away in what isn't given."""
+        problem = self.problem
+        cuts = candidate.cuts() if problem.given.partition is None else ()
+        slicings = candidate.slicings(problem) if problem.given.slices is None else ()
+        longest = problem.longest
+        allowed = (
+            sliced
+            for sliced in slicings
+            if max(sliced.slices) <= longest and len(sliced.slices) in problem.slice_counts
+        )
+        return [*cuts, *allowed]

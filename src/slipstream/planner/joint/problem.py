@@ -13,10 +13,34 @@ from slipstream.array_types import Floats
 from slipstream.cost import FLOAT32_STATE, Costs, LinkTime, StateBytes
 from slipstream.errors import SlipstreamError
 from slipstream.planner.joint.sliced_units import SlicedUnits
-from slipstream.schedule import Schedule
+from slipstream.schedule import Schedule, make_schedule, split_backwards
 
 # From the layers of each stage, the slices, the compute actions and the recomputation: bytes of each rank.
 MemoryAccount = Callable[[tuple[float, ...], tuple[int, ...], Schedule, str], Sequence[float]]
+
+
+@dataclass(frozen=True)
+class Given:
+    """The choices of a plan that are given; those that are None are searched for.
+
+    Args:
+        schedule: the name of the order, whose backwards are split where they may be; or each rank's order.
+        stages_per_rank: the stages of the rank with the most.
+        placement: the rank of each stage.
+        partition: layers of each stage, in halves where layers can be cut.
+        slices: tokens of each slice.
+        recompute: the recomputation. None: none, or what the memory limit asks for.
+    """
+
+    schedule: str | Schedule | None = None
+    stages_per_rank: int | None = None
+    placement: tuple[int, ...] | None = None
+    partition: tuple[float, ...] | None = None
+    slices: tuple[int, ...] | None = None
+    recompute: str | None = None
+
+
+NOTHING_GIVEN = Given()
 
 
 @dataclass(frozen=True)
@@ -38,6 +62,7 @@ class JointProblem:
         state: bytes per parameter.
         replicas: pipelines that share the batch.
         optimizer_shards: ranks over which the optimizer's state is spread.
+        given: the choices that are kept.
     """
 
     costs: Costs
@@ -56,6 +81,7 @@ class JointProblem:
     state: StateBytes = FLOAT32_STATE
     replicas: int = 1
     optimizer_shards: int = 1
+    given: Given = NOTHING_GIVEN
 
     def check(self) -> None:
         """Raises SlipstreamError where no slices are allowed."""
@@ -75,6 +101,8 @@ class JointProblem:
     @property
     def slice_counts(self) -> range:
         """The numbers of slices that are allowed."""
+        if isinstance(self.given.schedule, Schedule):
+            return range(self.given.schedule.num_slices, self.given.schedule.num_slices + 1)
         fewest = -(-self.seq_len // self.longest)
         return range(fewest, max(fewest, min(self.most_slices, -(-self.seq_len // self.granularity))) + 1)
 
@@ -82,6 +110,15 @@ class JointProblem:
     def num_units(self) -> int:
         """The embedding, the layers or their halves, and the head."""
         return len(self.costs.parts)
+
+    def order(self, placement: tuple[int, ...], num_slices: int) -> Schedule | None:
+        """Returns the order that is given, on so many slices; None where it is searched for."""
+        name = self.given.schedule
+        if name is None or isinstance(name, Schedule):
+            return name
+        most = max(placement.count(rank) for rank in placement)
+        named = make_schedule(name, self.num_ranks, self.num_microbatches, num_slices, most)
+        return split_backwards(named) if self.split else named
 
     @cached_property
     def link(self) -> LinkTime:
