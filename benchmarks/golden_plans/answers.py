@@ -15,26 +15,34 @@ from transformers import AutoConfig, PretrainedConfig
 
 import slipstream
 from benchmarks.golden_plans.requests import MODELS, PROFILES, Request
-from slipstream.cost import MeasuredCosts, Profile, ProfileSource, load_profile
+from slipstream.cost import MeasuredCosts, Profile, ProfileSource, load_profile, partition_of
 from slipstream.errors import SlipstreamError
 from slipstream.model import ALL_WEIGHTS, Adapter, TrainedWeights, find_frozen
 from slipstream.model.loading import meta_model
 from slipstream.pipeline.planning import plan_before_training
-from slipstream.pipeline.planning.row_plan import RowProblem, find_row_plan, microbatch_bytes
-from slipstream.planner.joint import JointPlan, find_vocabulary_plan
+from slipstream.planner.joint import (
+    Given,
+    JointPlan,
+    JointProblem,
+    find_joint_plan,
+    find_vocabulary_plan,
+    granularity_for,
+)
 from slipstream.planner.plans import Prediction
 from slipstream.planner.ragged import StageRates, StepMemory, StepPlan, StepProblem, find_plan_within, fit_rates
 from slipstream.planner.ragged.step_search import find_step_plan
 from slipstream.planner.search import make_options, search_plans
-from slipstream.schedule import Op, Schedule, SliceCounts, make_schedule
-from slipstream.simulator import MicrobatchCost, simulate
+from slipstream.schedule import Op, Schedule
+from slipstream.simulator import MicrobatchCost, activation_peaks, simulate
 
 Answer = dict[str, Any]
 
 _FOLDER = Path(__file__).parent / "profiles"
 _GRANULARITY = 64  # tokens
 _ROUNDING = 1e-12  # of a step: causes are differences
+_ROUNDING_OF_BYTES = 1e-9
 _EFFORT = 0.05  # of a run's search
+_EFFORT_OF_ROWS = 2e7  # actions
 
 
 def answer(request: Request) -> Answer:
@@ -151,7 +159,7 @@ def _start(request: Request) -> Answer:
     problem = asked.problem(costs, profile.longest_slice)
     plan = replace(find_vocabulary_plan(problem, asked.vocabulary, lambda share: None), costs=costs)
     rates = asked.fit_rates(costs, profile.longest_slice, plan.partition, "none")
-    of_rates = {op.value: seconds.tolist() for op, seconds in rates.seconds.items()}
+    of_rates = {op.value: seconds.tolist() for op, seconds in rates.rates.items()}
     tail = plan_before_training.seconds_after(plan, 2, 2)
     peaks = plan_before_training._most_bytes(costs, asked, plan.partition, plan.slices, plan.schedule, plan.recompute)
     return _of_joint(plan) | {"tail": tail, "peaks": [*map(float, peaks)], "rates": of_rates}
@@ -181,7 +189,7 @@ def _rates(request: Request) -> StageRates:
     rates = fit_rates(MeasuredCosts(profile), partition, profile.longest_slice, 2048, _GRANULARITY)
     for stage in range(request.get("frozen", 0)):
         for op in (Op.B, Op.I, Op.W):
-            rates.seconds[op][stage] = 0.0
+            rates.rates[op][stage] = 0.0
     return rates
 
 
@@ -229,22 +237,33 @@ def _activation_peaks(rates: StageRates, plan: StepPlan) -> Sequence[float]:
 
 def _rows(request: Request) -> Answer:
     rates, placement = _rates(request), tuple(request["placement"])
-    num_ranks = max(placement) + 1
-
-    def named(num_microbatches: int, num_slices: SliceCounts) -> Schedule:
-        return make_schedule(request["schedule"], num_ranks, num_microbatches, num_slices, len(placement) // num_ranks)
-
-    problem = RowProblem(
-        length=request["length"],
-        placement=placement,
+    slices = None if request["slices"] is None else (request["length"] // request["slices"],) * request["slices"]
+    problem = JointProblem(
+        costs=rates,
+        seq_len=request["length"],
+        num_ranks=max(placement) + 1,
         num_microbatches=request["num_microbatches"],
-        slices=None if request["slices"] is None else (request["length"] // request["slices"],) * request["slices"],
-        named=named,
-        reorders=request["reorders"],
-        splits=request["splits"],
+        granularity=granularity_for(request["length"]),
+        split=request["splits"],
+        effort=_EFFORT_OF_ROWS,
+        given=Given(
+            schedule=None if request["reorders"] else request["schedule"],
+            placement=placement,
+            partition=partition_of(range(len(placement) + 1), 1),
+            slices=slices,
+            recompute="none",
+        ),
     )
-    room = None
     if "room" in request:
-        room = [request["room"] * size for size in microbatch_bytes(problem, rates)]
-    plan = find_row_plan(problem, rates, room)
+        held = rates.held_bytes(np.array([request["length"]], np.int64))[:, 0]
+        room = request["room"] * np.bincount(placement, held)
+        besides = 1e6 + room.max() - room
+
+        def account(
+            partition: Sequence[float], slices: tuple[int, ...], schedule: Schedule, recompute: str
+        ) -> list[float]:
+            return [*map(float, besides + activation_peaks(schedule, rates.on_slices(slices)))]
+
+        problem = replace(problem, memory_limit=(1 + _ROUNDING_OF_BYTES) * (1e6 + room.max()), account=account)
+    plan = find_joint_plan(problem)
     return {"slices": [*plan.slices], "order": _digest(plan.schedule), "seconds": plan.seconds}

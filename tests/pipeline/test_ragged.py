@@ -417,8 +417,8 @@ def rates() -> StageRates:
 def test_rates_of_another_pipeline_plan_the_same_steps(rates: StageRates) -> None:
     """Also after JSON, as plan files and checkpoints keep them."""
     inputs, _ = batch_of(MIXED)
-    seconds = {op: each * [1e4, 1, 1] for op, each in rates.seconds.items()}
-    dear = replace(rates, seconds=seconds, message_bytes=0.1, latency=1 / 3, bandwidth=1e9 / 7)
+    seconds = {op: each * [1e4, 1, 1] for op, each in rates.rates.items()}
+    dear = replace(rates, rates=seconds, token_bytes=0.1, latency=1 / 3, bandwidth=1e9 / 7)
     kept = StageRates.from_json(json.loads(json.dumps(dear.to_json())))
     assert (kept.message_bytes, kept.latency, kept.bandwidth, kept.windows) == (0.1, 1 / 3, 1e9 / 7, dear.windows)
     for given_rates in (dear, kept):

@@ -60,8 +60,8 @@ def test_no_order_beats_the_bound(problem: StepProblem) -> None:
 def test_where_only_slices_cost_something_parts_are_of_equal_length() -> None:
     """As is measured of models so small that no time grows with the tokens."""
     costs = rates(2)
-    fixed = {op: seconds * [1.0, 0.0, 0.0] for op, seconds in costs.seconds.items()}
-    problem = StepProblem((197, 64, 5), (0, 1), replace(costs, seconds=fixed), num_slices=3)
+    fixed = {op: seconds * [1.0, 0.0, 0.0] for op, seconds in costs.rates.items()}
+    problem = StepProblem((197, 64, 5), (0, 1), replace(costs, rates=fixed), num_slices=3)
     plan = find_step_plan(problem)
     plan.check(problem.lengths)
     assert max(max(each) for each in plan.slices) == 128
@@ -73,7 +73,7 @@ def test_where_only_slices_cost_something_parts_are_of_equal_length() -> None:
 def test_a_single_slice_takes_as_long_as_its_bound(placement: tuple[int, ...], quick: int) -> None:
     """It passes all stages forward and back, with the links between them; split where that takes less."""
     costs = rates(len(placement), bandwidth=100.0)
-    costs = replace(costs, seconds={**costs.seconds, Op.W: costs.seconds[Op.W] / quick})
+    costs = replace(costs, rates={**costs.rates, Op.W: costs.rates[Op.W] / quick})
     problem = StepProblem((700,), placement, costs, num_microbatches=1, num_slices=1, split=quick > 1)
     plan = find_step_plan(problem)
     assert (Op.W in plan.schedule.ops) == (quick > 1)
@@ -84,11 +84,11 @@ def test_no_message_to_frozen_stages_counts() -> None:
     """Two stages on two ranks, the first without backwards: its gradient's message would end the step."""
     costs = rates(2)
     trained = np.array([[0.0], [1.0]])
-    seconds = {op: each if op is Op.F else trained * each for op, each in costs.seconds.items()}
-    frozen = replace(costs, seconds=seconds, latency=1e4)
+    seconds = {op: each if op is Op.F else trained * each for op, each in costs.rates.items()}
+    frozen = replace(costs, rates=seconds, latency=1e4)
     plan = find_step_plan(StepProblem((700,), (0, 1), frozen, num_microbatches=1, num_slices=1, split=False))
     each = {op: frozen.stage_seconds(op, np.array([700]), frozen.scores(np.array([700]))) for op in (Op.F, Op.B)}
-    assert frozen.num_frozen == 1
+    assert frozen.num_frozen_parts == 1
     assert plan.seconds == pytest.approx(each[Op.F].sum() + 1e4 + each[Op.B][1, 0])
 
 

@@ -118,7 +118,7 @@ def test_where_nothing_is_named_each_step_is_planned_by_measured_costs(planned: 
     plan = yaml.safe_load((planned / "plan.yaml").read_text())
     rates = StageRates.from_json(plan["plan"]["rates"])
     assert rates.num_stages == len(plan["pipeline"]["partition"])
-    assert 0 < rates.seconds[Op.F].sum() < 1  # seconds of a slice and of a token, not multiplications
+    assert 0 < rates.rates[Op.F].sum() < 1  # seconds of a slice and of a token, not multiplications
 
 
 @pytest.mark.more

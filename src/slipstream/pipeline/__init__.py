@@ -7,6 +7,5 @@ from slipstream.pipeline.introspection import UNSUPPORTED_CALLS
 from slipstream.pipeline.pipeline import Pipeline
 from slipstream.pipeline.pipeline_options import ExpectedBatch, PipelineOptions, SequenceLoss
 from slipstream.pipeline.planning import held_bytes, is_free, profile_of, seconds_after
-from slipstream.pipeline.planning.row_plan import granularity_for
 from slipstream.pipeline.saving import describe_model
 from slipstream.pipeline.weight_source import WeightSource, pretrained_source, with_frozen, without_dropout

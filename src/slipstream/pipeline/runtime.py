@@ -41,7 +41,7 @@ from slipstream.pipeline.gathered_state import gather_state
 from slipstream.pipeline.memory import MemoryLimit, RehearsedStep
 from slipstream.pipeline.parameters import Parameters
 from slipstream.pipeline.pipeline_options import ExpectedBatch, PipelineOptions, SequenceLoss
-from slipstream.pipeline.planning import FirstSteps, HeldBytes, StepSettings, rates_of_rows, with_plan
+from slipstream.pipeline.planning import FirstSteps, HeldBytes, StepSettings, with_plan
 from slipstream.pipeline.step_planning import DifferentLengthsError, StepPlanning
 from slipstream.pipeline.weight_source import WeightSource, in_memory
 from slipstream.planner.joint import JointPlan, OutOfMemoryError
@@ -465,7 +465,7 @@ class PipelineRuntime:
         """Returns the stages' rates on rows of so many tokens, so many in a microbatch; None where that can't be
         measured beside the model. Collective."""
         if self._given_rates is not None:
-            return rates_of_rows(self._given_rates, num_rows)
+            return self._given_rates.of_rows(num_rows)
         return self.family.measured_rates(self.layout, length, num_rows, _log.info)
 
     def _plan_step(self, lengths: Sequence[int]) -> StepPlan:

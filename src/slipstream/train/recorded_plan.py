@@ -13,8 +13,8 @@ from slipstream.checkpoint import SavedCheckpoint
 from slipstream.launch import Progress
 from slipstream.number_format import PRECISIONS
 from slipstream.options import Degrees
-from slipstream.pipeline import ExpectedBatch, Pipeline, PipelineOptions, granularity_for, is_free
-from slipstream.planner.joint import JointPlan
+from slipstream.pipeline import ExpectedBatch, Pipeline, PipelineOptions, is_free
+from slipstream.planner.joint import JointPlan, granularity_for
 from slipstream.planner.ragged import StageRates
 from slipstream.planning.plan_file import partition_setting, plan_text, rounded
 from slipstream.schedule import AUTOMATIC, Schedule, make_schedule, placed_as

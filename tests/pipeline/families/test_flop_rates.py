@@ -32,11 +32,11 @@ def rates_of(pipe: Pipeline) -> StageRates:
 
 
 def per_token(pipe: Pipeline, op: Op) -> list[float]:
-    return rates_of(pipe).seconds[op][:, 1].tolist()
+    return rates_of(pipe).rates[op][:, 1].tolist()
 
 
 def per_score(pipe: Pipeline, op: Op) -> list[float]:
-    return rates_of(pipe).seconds[op][:, 2].tolist()
+    return rates_of(pipe).rates[op][:, 2].tolist()
 
 
 def matrices(modules: Any, trained: bool = False) -> int:

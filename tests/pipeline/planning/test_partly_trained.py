@@ -174,7 +174,7 @@ def test_a_plan_has_another_cut_and_no_needless_backwards() -> None:
 def test_rates_know_stages_without_backwards_and_forwards_that_run_again() -> None:
     costs = PartlyTrained(MeasuredCosts(PROFILE), WHOLE, partly_trained())
     once, again = (
-        fit_rates(costs, [3, 3], 32, LENGTH, 16, recompute=recompute).seconds for recompute in ("none", "stage")
+        fit_rates(costs, [3, 3], 32, LENGTH, 16, recompute=recompute).rates for recompute in ("none", "stage")
     )
     for op in (Op.B, Op.I, Op.W):
         assert once[op][1].any()

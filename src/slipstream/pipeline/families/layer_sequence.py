@@ -38,8 +38,7 @@ from slipstream.pipeline.families.sequence_costs import (
 from slipstream.pipeline.families.stage_layout import StageLayout, check_lengths, given_counts
 from slipstream.pipeline.pipeline_options import PipelineOptions, SequenceLoss
 from slipstream.pipeline.planning import is_free
-from slipstream.pipeline.planning.row_plan import granularity_for
-from slipstream.planner.joint import JointPlan, JointProblem, find_joint_plan
+from slipstream.planner.joint import JointPlan, JointProblem, find_joint_plan, granularity_for
 from slipstream.planner.partition import partition_layers
 from slipstream.profile.link_measurement import measure_link
 from slipstream.schedule import Schedule, SlicedMicrobatch, StageSkip

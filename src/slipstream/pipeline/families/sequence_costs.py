@@ -24,7 +24,8 @@ from slipstream.errors import SlipstreamError
 from slipstream.keyed_draws import kept_random_states
 from slipstream.model import Tensors, add_weight_gradients_in_place, copy_modules, defer_weight_gradients
 from slipstream.model.hooks import active_forward
-from slipstream.pipeline.planning.row_plan import fit_slice_times, granularity_for
+from slipstream.pipeline.planning.observed_steps import fit_slice_times
+from slipstream.planner.joint import granularity_for
 from slipstream.profile.measurement_run import make_short_grid
 from slipstream.profile.stage_bench import PrefilledStore, seconds_of
 from slipstream.schedule import Op

@@ -167,7 +167,7 @@ class MemoryLimit:
         if rows is None or limit is None:
             return find_step_plan(problem)
         held = rows.activation_bytes(len(problem.placement))
-        problem = replace(problem, rates=replace(problem.rates, activation_bytes=held))
+        problem = replace(problem, rates=replace(problem.rates, held=held))
         return find_plan_within(problem, StepMemory(limit, rows.state_bytes(problem.placement), self._held_with))
 
     def fits(self, plan: StepPlan) -> bool:

@@ -11,5 +11,4 @@ from slipstream.pipeline.planning.plan_before_training import (
     seconds_after,
     with_plan,
 )
-from slipstream.pipeline.planning.row_plan import rates_of_rows
 from slipstream.pipeline.planning.step_settings import StepSettings

@@ -4,26 +4,25 @@ else once the steps that ran have shown them."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
+
+from slipstream.array_types import Floats
 from slipstream.errors import SlipstreamError
 from slipstream.model.autograd_memory import recompute_advice
 from slipstream.parallel import Ranks
-from slipstream.pipeline.planning.row_plan import (
-    ObservedSteps,
-    RowPlan,
-    RowProblem,
-    find_row_plan,
-    frugal_plan,
-    microbatch_bytes,
-    with_activations,
-)
+from slipstream.pipeline.planning.observed_steps import ObservedSteps
 from slipstream.pipeline.planning.step_settings import StepSettings
+from slipstream.planner.joint import JointPlan, JointProblem, OutOfMemoryError, find_joint_plan
 from slipstream.planner.ragged import StageRates
+from slipstream.planner.room import Room
+from slipstream.schedule import Schedule
+from slipstream.simulator import activation_peaks
 from slipstream.timeline import Timeline
 
-_ATTEMPTS = 6  # plans that are looked for within a memory limit, with less and less room
+_ATTEMPTS = 4  # orders that are looked for within a memory limit, with less and less room
 _FRUGAL = (8, 16, 4)  # equal slices that are tried where the fastest ones hold too much
 _KINDS = "parameters, gradients, AdamW's state, messages, activations, keys and values"
 
@@ -42,6 +41,7 @@ class HeldBytes:
 
 
 Holds = Callable[[], HeldBytes]  # in the step that the settings say; collective
+Order = tuple[Schedule, tuple[int, ...]]  # in slices of so many tokens
 Measure = Callable[[int, int], StageRates | None]  # of rows of so many tokens, so many in a microbatch; collective
 
 
@@ -68,25 +68,24 @@ class FirstSteps:
         Raises SlipstreamError where nothing keeps to the memory limit.
         """
         length, num_rows = self._ranks.broadcast((length, num_rows))
-        problem = self._settings.row_problem(length)
         if self._observed is None:
             rates = self._measure(length, num_rows)
             if rates is not None:
-                self._plan(problem, rates, holds)
+                self._plan(length, rates, holds)
                 return
-            self._length, self._observed = length, ObservedSteps(problem, self._limit is not None)
+            self._length = length
+            self._observed = ObservedSteps(self._settings, length, self._limit is not None)
         self.listens = length == self._length
         if not self.listens:
             return
         if self._observed.next is None:
             self.listens = False
-            self._plan(problem, self._ranks.run_on_leader(self._observed.rates), holds)
+            self._plan(length, self._ranks.run_on_leader(self._observed.rates), holds)
             return
-        plan = RowPlan(*self._observed.next, seconds=0.0)
-        if self._limit is not None and max((held := self._held(plan, holds)).peaks) > self._limit:
+        if self._limit is not None and max((held := self._held(*self._observed.next, holds)).peaks) > self._limit:
             self._forget()
-            raise _nothing_fits(self._limit, held.peaks, problem.reorders, self._settings.recompute)
-        self._settings.run(plan.schedule, plan.slices)
+            raise self._nothing_fits(held.peaks)
+        self._settings.run(*self._observed.next)
 
     def observe(self, timeline: Timeline) -> None:
         """Notes how long the actions took of the step that ran to be observed."""
@@ -94,78 +93,94 @@ class FirstSteps:
         self._observed.add(timeline)
         self.listens = False
 
-    def _plan(self, problem: RowProblem, rates: StageRates, holds: Holds) -> None:
+    def _plan(self, length: int, rates: StageRates, holds: Holds) -> None:
         """Lets all ranks follow the leader's plan: two machines may fit the same times to other last digits."""
         try:
-            plan = self._within_limit(problem, rates, holds)
+            schedule, slices = self._within_limit(length, rates, holds)
         except SlipstreamError:
             self._forget()
             raise
-        self._settings.run(plan.schedule, plan.slices, is_planned=True)
+        self._settings.run(schedule, slices, is_planned=True)
         self._observed = None
 
-    def _within_limit(self, problem: RowProblem, rates: StageRates, holds: Holds) -> RowPlan:
-        """Returns the fastest plan that is found of those in which no rank needs more memory than it may.
+    def _within_limit(self, length: int, rates: StageRates, holds: Holds) -> Order:
+        """Returns the fastest order and slices that are found of those in which no rank needs more memory than it may.
 
-        Everything but activations is taken from the plan with the least memory; the room that this leaves over one
-        microbatch is halved, and halved again towards the most that keeps to the limit.
+        Activations are known from the order that holds least, and what ranks hold besides them. Where an order that was
+        found for the room that is left holds too much, it is looked for again with as much less room.
         """
-        plan = self._found(problem, rates, None)
-        if self._limit is None or max(self._held(plan, holds).peaks) <= self._limit:
-            return plan
-        least, held = self._holding_little(problem, rates, plan.slices, holds)
-        rates = with_activations(rates, held.units, least.slices)
-        fitting, (low, high), share = [least], (0.0, 1.0), 1.0
+        order = self._found(self._settings.row_problem(length, rates))
+        if self._limit is None or max(self._held(*order, holds).peaks) <= self._limit:
+            return order
+        least, held = self._holding_little(length, order[1], holds)
+        rates = rates.holding(held.units, least[1])
+        room = Room(self._limit, np.array(held.peaks) - _microbatch_bytes(rates, length, least[0].placement))
         for _ in range(_ATTEMPTS):
-            sizes = microbatch_bytes(problem, rates)
-            room = [size + share * (self._limit - peak) for size, peak in zip(sizes, held.peaks, strict=True)]
-            plan = self._found(problem, rates, room)
-            fits = max(self._held(plan, holds).peaks) <= self._limit
-            if fits:
-                fitting.append(plan)
-            low, high = (share, high) if fits else (low, share)
-            if low == 1:
+            problem = self._settings.row_problem(length, rates)
+            account = partial(_peaks, rates, room.besides)
+            try:
+                order = self._found(replace(problem, memory_limit=self._limit, account=account))
+            except OutOfMemoryError:
                 break
-            share = (low + high) / 2
-        return min(fitting, key=lambda row_plan: row_plan.seconds)
+            if room.has_space(np.array(self._held(*order, holds).peaks)):
+                return order
+        return least
 
-    def _holding_little(
-        self, problem: RowProblem, rates: StageRates, slices: tuple[int, ...], holds: Holds
-    ) -> tuple[RowPlan, HeldBytes]:
-        """Returns a plan that keeps to the limit by its order alone, in these slices or in equal ones. Collective."""
+    def _holding_little(self, length: int, slices: tuple[int, ...], holds: Holds) -> tuple[Order, HeldBytes]:
+        """Returns what keeps to the limit by its order alone, in these slices or in equal ones. Collective."""
         assert self._limit is not None
+        settings = self._settings
         peaks: list[tuple[float, ...]] = []
-        for lengths in dict.fromkeys([slices, *map(problem.fixed_slices, _FRUGAL)]):
-            plan: RowPlan = self._ranks.run_on_leader(partial(frugal_plan, problem, rates, lengths))
-            held = self._held(plan, holds)
+        for lengths in dict.fromkeys([slices, *(settings.fixed_slices(length, count) for count in _FRUGAL)]):
+            order = settings.frugal(len(lengths)), lengths
+            held = self._held(*order, holds)
             if max(held.peaks) <= self._limit:
-                return plan, held
+                return order, held
             peaks.append(held.peaks)
-        raise _nothing_fits(self._limit, min(peaks, key=max), problem.reorders, self._settings.recompute)
+        raise self._nothing_fits(min(peaks, key=max))
 
-    def _found(self, problem: RowProblem, rates: StageRates, room: Sequence[float] | None) -> RowPlan:
-        """Returns the leader's plan. Collective."""
-        row_plan: RowPlan = self._ranks.run_on_leader(lambda: find_row_plan(problem, rates, room))
-        return row_plan
+    def _found(self, problem: JointProblem) -> Order:
+        """Returns the order and the slices of the leader's plan. Collective."""
+        plan: JointPlan = self._ranks.run_on_leader(lambda: find_joint_plan(problem))
+        return plan.schedule, plan.slices
 
-    def _held(self, plan: RowPlan, holds: Holds) -> HeldBytes:
-        """Returns the memory of the leader's ranks in a step of the plan. Collective."""
-        self._settings.run(plan.schedule, plan.slices)
+    def _held(self, schedule: Schedule, slices: tuple[int, ...], holds: Holds) -> HeldBytes:
+        """Returns the memory of the leader's ranks in a step of this order in these slices. Collective."""
+        self._settings.run(schedule, slices)
         held: HeldBytes = self._ranks.broadcast(holds())
         return held
 
     def _forget(self) -> None:
-        self._observed, self.listens = None, False
+        self._observed = None
+        self.listens = False
         self._settings.forget()
 
+    def _nothing_fits(self, peaks: Sequence[float]) -> SlipstreamError:
+        rank = max(range(len(peaks)), key=peaks.__getitem__)
+        what, instead = "no order fits: with one microbatch at a time", ""
+        if not self._settings.reorders:
+            what, instead = "the schedule that is given holds more:", "schedule='auto', "
+        return SlipstreamError(
+            f"memory.limit={self._limit:.6g} bytes, but {what} rank {rank} holds {peaks[rank]:.0f} bytes ({_KINDS}). "
+            f"Give memory.limit={peaks[rank]:.0f} or more, or {instead}{recompute_advice(self._settings.recompute)}"
+            "memory.offload=0.5, smaller microbatches or more ranks."
+        )
 
-def _nothing_fits(limit: float, peaks: Sequence[float], reorders: bool, recompute: str | int) -> SlipstreamError:
-    rank = max(range(len(peaks)), key=peaks.__getitem__)
-    what, instead = "no order fits: with one microbatch at a time", ""
-    if not reorders:
-        what, instead = "the schedule that is given holds more:", "schedule='auto', "
-    return SlipstreamError(
-        f"memory.limit={limit:.6g} bytes, but {what} rank {rank} holds {peaks[rank]:.0f} bytes ({_KINDS}). Give "
-        f"memory.limit={peaks[rank]:.0f} or more, or {instead}{recompute_advice(recompute)}memory.offload=0.5, "
-        "smaller microbatches or more ranks."
-    )
+
+def _microbatch_bytes(rates: StageRates, length: int, placement: Sequence[int]) -> Floats:
+    """Returns the bytes of one microbatch's activations on each rank: the least that any order holds."""
+    of_stages = rates.held_bytes(np.array([length], np.int64))[:, 0]
+    of_ranks: Floats = np.bincount(placement, of_stages).astype(float)
+    return of_ranks
+
+
+def _peaks(
+    rates: StageRates,
+    besides: Floats,
+    partition: Sequence[float],
+    slices: tuple[int, ...],
+    schedule: Schedule,
+    recompute: str,
+) -> list[float]:
+    """Returns the most bytes that each rank holds, with these besides activations."""
+    return [*map(float, besides + activation_peaks(schedule, rates.on_slices(slices)))]

@@ -34,8 +34,14 @@ from slipstream.options import Parallelism
 from slipstream.parallel import Ranks, possible_exchanges
 from slipstream.pipeline.cut_batch import token_bytes
 from slipstream.pipeline.pipeline_options import ExpectedBatch, PipelineOptions
-from slipstream.pipeline.planning.row_plan import granularity_for
-from slipstream.planner.joint import JointPlan, JointProblem, OutOfMemoryError, Vocabulary, find_vocabulary_plan
+from slipstream.planner.joint import (
+    JointPlan,
+    JointProblem,
+    OutOfMemoryError,
+    Vocabulary,
+    find_vocabulary_plan,
+    granularity_for,
+)
 from slipstream.planner.ragged import StageRates, fit_rates
 from slipstream.profile import ProfileSettings, count_model, find_costs
 from slipstream.profile.cost_cache import CostCache

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from slipstream.cost import partition_of
 from slipstream.errors import SlipstreamError
 from slipstream.pipeline.cut_batch import even_microbatches
 from slipstream.pipeline.pipeline_options import PipelineOptions
-from slipstream.pipeline.planning.row_plan import RowProblem, granularity_for
+from slipstream.planner.joint import Given, JointProblem, granularity_for
 from slipstream.planner.ragged import StageRates, StepPlan, StepProblem
 from slipstream.schedule import (
     AUTOMATIC,
@@ -26,6 +27,7 @@ from slipstream.schedule import (
 )
 
 _SLICES = 8  # until they are planned
+_EFFORT = 2e7  # of the search for rows of one length, a few seconds
 _MOST_RAGGED = 32  # schedules for batches of different lengths that are kept
 
 
@@ -88,17 +90,45 @@ class StepSettings:
         """Whether something is to be found, from the first step on."""
         return self.is_open and not self.is_planned and not self.is_resting
 
-    def row_problem(self, length: int) -> RowProblem:
-        """Returns the problem of a plan for rows of `length` tokens."""
-        return RowProblem(
-            length=length,
-            placement=self.schedule.placement,
-            num_microbatches=self._num_in_flush,
+    def row_problem(self, length: int, rates: StageRates) -> JointProblem:
+        """Returns the problem of a plan for rows of `length` tokens on the stages, which stay where they are."""
+        schedule = self.schedule
+        given = Given(
+            schedule=None if self.reorders else self._name,
+            placement=schedule.placement,
+            partition=partition_of(range(schedule.num_stages + 1), units_per_layer=1),
             slices=None if self._reslices else tuple(slice_lengths(self.slices, length)),
-            named=self._named,
-            reorders=self.reorders,
-            splits=self.splits,
+            recompute="none",  # the rates have it
         )
+        return JointProblem(
+            costs=rates,
+            seq_len=length,
+            num_ranks=schedule.num_ranks,
+            num_microbatches=self._num_in_flush,
+            granularity=granularity_for(length),
+            split=self.splits,
+            effort=_EFFORT,
+            given=given,
+        )
+
+    def fixed_slices(self, length: int, count: int) -> tuple[int, ...]:
+        """Returns the slices of rows of `length` tokens that are given, or `count` nearly equal ones."""
+        if not self._reslices:
+            return tuple(slice_lengths(self.slices, length))
+        step = granularity_for(length)
+        slices = [units * step for units in slice_lengths(min(count, length // step), length // step)]
+        return (*slices[:-1], slices[-1] + length % step)
+
+    def start(self, num_slices: int) -> Schedule:
+        """Returns a flush of the schedule that is given, or to start from."""
+        return self._named(self._num_in_flush, num_slices)
+
+    def frugal(self, num_slices: int) -> Schedule:
+        """Returns a flush that holds least: with whole backwards, one microbatch after the other. A given schedule is
+        returned as it is."""
+        if not self.reorders:
+            return self.start(num_slices)
+        return in_flushes(join_backwards(self._named(1, num_slices)), self._num_in_flush)
 
     def run(self, schedule: Schedule, slices: tuple[int, ...], is_planned: bool = False) -> None:
         """Lets the next step run this schedule of a flush in these slices; `is_planned` is whether the search has found

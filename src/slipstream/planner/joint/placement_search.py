@@ -23,6 +23,7 @@ from slipstream.planner.order.list_scheduling import ListScheduler, PriorityRule
 from slipstream.planner.order.makespan_bounds import rank_bounds
 from slipstream.planner.order.order_search import find_order, hold_less, step_lower_bound
 from slipstream.planner.order.ordering_problem import ROUNDING, OrderingProblem, StepActions, UnitTimes
+from slipstream.planner.room import Room
 from slipstream.planner.slicing import equal_time_slices, slice_tokens
 from slipstream.schedule import Op, Schedule
 from slipstream.schedule.action_arrays import ActionArrays
@@ -33,33 +34,29 @@ from slipstream.simulator.simulation import end_times
 class PlanMemory:
     """The memory of the candidates of one placement, in bytes of each rank.
 
-    Orders are searched for within the room for activations. A rank's other memory, such as messages, depends on the
-    order. So it is taken from the account of the order with the least memory, and grows wherever an order that was
-    found holds more than the limit.
+    Orders are searched for within the room for activations (`Room`), which is known from the account of the order with
+    the least memory.
     """
 
     def __init__(self, problem: JointProblem, limit: float, placement: tuple[int, ...], recompute: str) -> None:
         self._problem, self._limit, self._placement, self._recompute = problem, limit, placement, recompute
-        self._besides: dict[int, Floats] = {}  # by the number of slices
+        self._rooms: dict[int, Room] = {}  # by the number of slices, of candidates that hold no state
 
     def room(self, candidate: Candidate, units: SlicedUnits) -> Floats:
         """Returns the bytes for activations."""
         count = len(candidate.slices)
-        left = self._limit - self._held(candidate, units)
-        if count not in self._besides:
+        held = self._held(candidate, units)
+        if count not in self._rooms:
             most = self._peaks(candidate, self.least(candidate, units))
-            nothing = np.zeros(len(left))
-            self._besides[count] = nothing if most is None else most - self.least_bytes(candidate, units)
-        room: Floats = left - self._besides[count]
+            besides = np.zeros(len(held)) if most is None else most - self.least_bytes(candidate, units)
+            self._rooms[count] = Room(self._limit, besides)
+        room: Floats = self._limit - held - self._rooms[count].besides
         return room
 
     def fits(self, candidate: Candidate, schedule: Schedule) -> bool:
         """Returns whether the order keeps to the limit; where it doesn't, there is less room from now on."""
         most = self._peaks(candidate, schedule)
-        if most is None:
-            return True
-        self._besides[len(candidate.slices)] += np.maximum(most - self._limit, 0.0)
-        return bool((most <= self._limit).all())
+        return most is None or self._rooms[len(candidate.slices)].has_space(most)
 
     def least(self, candidate: Candidate, units: SlicedUnits) -> Schedule:
         """Returns the order that is given, or the one that holds least: one microbatch after the other, with whole
@@ -149,7 +146,8 @@ class QuickOrder:
 
 _COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)  # slices to start from
 _SHARES = (0.0, 0.25, 0.5)  # attention's share of the time, for the first slices
-_STARTS = 5  # improved by local search
+# Improved by local search; more where the cut is given, as there are fewer changes.
+_STARTS, _STARTS_OF_A_CUT = 5, 20
 # Of the search's effort, for the best order of a candidate that is left at the end, and for one that holds less.
 _ORDER_SHARE, _LESS_SHARE = 0.1, 0.03
 _RULES = 6  # of list scheduling, for all but the first candidate of each number of slices
@@ -197,7 +195,8 @@ class PlacementSearch:
             if is_wanted or not first:
                 first.append(candidate)
             self._simulated(first[-1])
-        for candidate in sorted(first, key=self._simulated)[:_STARTS]:
+        most = _STARTS if self.problem.given.partition is None else _STARTS_OF_A_CUT
+        for candidate in sorted(first, key=self._simulated)[:most]:
             if self._is_near(self._simulated(candidate)):
                 self._descend(candidate)
         return max(0.0, self._effort)

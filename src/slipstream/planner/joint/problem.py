@@ -42,6 +42,14 @@ class Given:
 
 NOTHING_GIVEN = Given()
 
+_GRANULARITY = 64  # tokens: matrix products like multiples of it
+_LEAST_GRANULES = 16  # of a row
+
+
+def granularity_for(length: int) -> int:
+    """Returns the number of tokens at whose multiples slices of rows of this length begin."""
+    return min(_GRANULARITY, max(1, length // _LEAST_GRANULES))
+
 
 @dataclass(frozen=True)
 class JointProblem:

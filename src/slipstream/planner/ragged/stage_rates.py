@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from itertools import product
+from itertools import accumulate, product
 from typing import Any, Self
 
 import numpy as np
 
 from slipstream.array_types import Floats, Ints
-from slipstream.cost import OPS, AttentionWindow, Costs, unit_bounds
+from slipstream.cost import OPS, AttentionWindow, Costs, LinkTime, Work, unit_bounds
 from slipstream.cost.fit import fit_relative
 from slipstream.errors import SlipstreamError
 from slipstream.planner.joint import SlicedUnits
@@ -23,8 +23,9 @@ _LEAST = 1e-12  # seconds of any action
 
 
 @dataclass(frozen=True)
-class StageRates:
-    """The seconds and bytes of each stage for a slice, for each of its tokens, and for each score of its attention.
+class StageRates(Costs):
+    """The costs of stages that stay where they are, each a part of its own: seconds and bytes for a slice, for each of
+    its tokens, and for each score of its attention.
 
     A slice holds pieces of documents: i tokens that follow j others of their document. It takes
 
@@ -35,37 +36,53 @@ class StageRates:
     any slice, counts once. Windows of attention have an a2 each, for the scores under their masks.
 
     Args:
-        seconds: of F, B, I and W: (stages, 2 + windows), the rates a0, a1, a2.
-        activation_bytes: kept by F for its backward, keys and values included: (stages, 2), of a slice and a token.
-        message_bytes: of each token's hidden state.
+        rates: of F, B, I and W: (stages, 2 + windows), a0, a1 and a2 in seconds.
+        held: bytes kept by F for its backward, keys and values included: (stages, 2), of a slice and a token.
+        token_bytes: of each token's hidden state in a message.
         latency: seconds of a message, however short.
         bandwidth: bytes per second. None: messages take their latency only.
         windows: of attention.
     """
 
-    seconds: Mapping[Op, Floats]
-    activation_bytes: Floats
-    message_bytes: float = 0.0
+    rates: Mapping[Op, Floats]
+    held: Floats
+    token_bytes: float = 0.0
     latency: float = 0.0
     bandwidth: float | None = None
     windows: tuple[AttentionWindow, ...] = (AttentionWindow(),)
 
     @property
     def num_stages(self) -> int:
-        return len(self.activation_bytes)
+        return len(self.held)
 
     @cached_property
-    def num_frozen(self) -> int:
-        """The number of the first stages without backwards."""
-        trains = np.sum([self.seconds[op].any(axis=1) for op in (Op.B, Op.I)], axis=0) > 0
+    def parts(self) -> Sequence[int]:
+        return range(self.num_stages)
+
+    @cached_property
+    def num_frozen_parts(self) -> int:
+        trains = np.sum([self.rates[op].any(axis=1) for op in (Op.B, Op.I)], axis=0) > 0
         return int(trains.argmax())
+
+    def each_seconds(self, work: Work) -> Floats:
+        after = self.scores(work.contexts + work.lengths)
+        return self.stage_seconds(work.op, work.lengths, after - self.scores(work.contexts))
+
+    def each_activation(self, lengths: Any) -> Floats:
+        return self.held_bytes(lengths)
+
+    def message_bytes(self, length: Any) -> Any:
+        return self.token_bytes * np.asarray(length)
+
+    def link(self, num_ranks: int, replicas: int = 1) -> LinkTime:
+        return LinkTime(self.latency, self.bandwidth)
 
     def to_json(self) -> dict[str, Any]:
         """Returns the rates as JSON and YAML hold them: `from_json` finds the same numbers, to the bit."""
         return {
-            "seconds": {op.value: rates.tolist() for op, rates in self.seconds.items()},
-            "activation_bytes": self.activation_bytes.tolist(),
-            "message_bytes": self.message_bytes,
+            "seconds": {op.value: rates.tolist() for op, rates in self.rates.items()},
+            "activation_bytes": self.held.tolist(),
+            "message_bytes": self.token_bytes,
             "latency": self.latency,
             "bandwidth": self.bandwidth,
             "windows": [asdict(window) for window in self.windows],
@@ -77,16 +94,16 @@ class StageRates:
         shape."""
         try:
             windows = tuple(AttentionWindow(**window) for window in values["windows"])
-            seconds = {Op(name): np.array(rates, float) for name, rates in values["seconds"].items()}
+            rates = {Op(name): np.array(of_op, float) for name, of_op in values["seconds"].items()}
             held = np.array(values["activation_bytes"], float)
-            numbers = {name: values[name] for name in ("message_bytes", "latency", "bandwidth")}
+            of_token, latency, bandwidth = (values[name] for name in ("message_bytes", "latency", "bandwidth"))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise SlipstreamError(f"the rates of stages can't be read ({error!r}): plan anew.") from None
-        shapes = {"activation_bytes": held.shape} | {f"seconds.{op.value}": s.shape for op, s in seconds.items()}
+        shapes = {"activation_bytes": held.shape} | {f"seconds.{op.value}": s.shape for op, s in rates.items()}
         wanted = {name: (len(held), 2 + (name != "activation_bytes") * len(windows)) for name in shapes}
-        if shapes != wanted or seconds.keys() != set(OPS):
+        if shapes != wanted or rates.keys() != set(OPS):
             raise SlipstreamError(f"the rates of stages have the shapes {shapes}, not {wanted}, of {OPS}: plan anew.")
-        return cls(seconds, held, **numbers, windows=windows)
+        return cls(rates, held, of_token, latency, bandwidth, windows)
 
     def work(self, tokens: Ints, scores: Floats) -> Floats:
         """Returns the seconds of F and B on all stages of so many tokens and scores, (n,) and (n, windows), without a
@@ -95,7 +112,7 @@ class StageRates:
         Where no time grows with the tokens, as in models so small that only a slice's fixed part was seen, each token
         takes a little of that, so that equal parts are those of equal length.
         """
-        total = (self.seconds[Op.F] + self.seconds[Op.B]).sum(axis=0)
+        total = (self.rates[Op.F] + self.rates[Op.B]).sum(axis=0)
         if not total[1:].any():
             total[1] = _LITTLE * total[0] if total[0] else 1.0
         work: Floats = total[1] * tokens + scores @ total[2:]
@@ -104,7 +121,7 @@ class StageRates:
     def stage_seconds(self, op: Op, tokens: Ints, scores: Floats) -> Floats:
         """Returns the seconds of slices of so many tokens and scores, (n,) and (n, windows): (stages, n)."""
         features = np.concatenate([np.ones((1, len(tokens))), tokens[None], scores.T])
-        seconds: Floats = self.seconds[op] @ features
+        seconds: Floats = self.rates[op] @ features
         return seconds
 
     def action_seconds(self, tokens: Ints, scores: Floats) -> dict[Op, Floats]:
@@ -115,22 +132,42 @@ class StageRates:
         """Returns the simulator's costs of a microbatch in slices of so many tokens and `action_seconds`."""
         return TableCost(
             times={(g, i, op): float(value) for op in OPS for (g, i), value in np.ndenumerate(seconds[op])},
-            message_bytes=[float(self.message_bytes * count) for count in tokens],
+            message_bytes=[float(self.token_bytes * count) for count in tokens],
             latency=self.latency,
             bandwidth=self.bandwidth,
             activations={key: float(value) for key, value in np.ndenumerate(self.held_bytes(tokens))},
         )
 
+    def on_slices(self, slices: Sequence[int]) -> TableCost:
+        """Returns the simulator's costs of the stages on slices of a row."""
+        tokens, ends = np.array(slices, np.int64), np.array([0, *accumulate(slices)], np.int64)
+        return self.table(tokens, self.action_seconds(tokens, np.diff(self.scores(ends), axis=0)))
+
+    def of_rows(self, num_rows: int) -> StageRates:
+        """Returns the rates of microbatches of `num_rows` rows, given those of one row."""
+        more = np.array([1.0, *(num_rows for _ in self.windows), num_rows])
+        rates = {op: of_op * more for op, of_op in self.rates.items()}
+        held = self.held * np.array([1.0, num_rows])
+        return replace(self, rates=rates, held=held, token_bytes=num_rows * self.token_bytes)
+
+    def holding(self, kept: Mapping[tuple[int, int], float], slices: Sequence[int]) -> StageRates:
+        """Returns the rates whose activations are those that slices of a row are known to keep, by stage and slice, for
+        each token."""
+        held = np.zeros((self.num_stages, 2))
+        for (stage, index), size in kept.items():
+            held[stage, 1] = max(held[stage, 1], size / slices[index])
+        return replace(self, held=held)
+
     def held_bytes(self, tokens: Ints) -> Floats:
         """Returns the bytes that F of slices of so many tokens keeps, (stages, n)."""
-        held: Floats = self.activation_bytes[:, :1] + self.activation_bytes[:, 1:] * tokens
+        held: Floats = self.held[:, :1] + self.held[:, 1:] * tokens
         return held
 
     def link_seconds(self, tokens: Ints) -> tuple[Floats, Floats]:
         """Returns the seconds that the messages of slices travel, and for which they occupy their channel, (n,)."""
         occupied = np.zeros(len(tokens))
         if self.bandwidth is not None:
-            occupied += self.message_bytes * tokens / self.bandwidth
+            occupied += self.token_bytes * tokens / self.bandwidth
         return self.latency + occupied, occupied
 
     def scores(self, num_queries: Ints) -> Floats:
@@ -174,9 +211,9 @@ def fit_rates(
     held = SlicedUnits(costs, tuple(lengths.tolist()), link).stage_activations(bounds)
     per_token = np.stack([np.ones(len(lengths)), lengths.astype(float)], axis=1)
     return StageRates(
-        seconds={op: _fitted(features, points.stage_seconds(op, bounds)) for op in OPS},
-        activation_bytes=_fitted(per_token, held),
-        message_bytes=float(costs.message_bytes(lengths[-1:])[0] / lengths[-1]),
+        rates={op: _fitted(features, points.stage_seconds(op, bounds)) for op in OPS},
+        held=_fitted(per_token, held),
+        token_bytes=float(costs.message_bytes(lengths[-1:])[0] / lengths[-1]),
         latency=link.latency,
         bandwidth=link.bandwidth,
         windows=tuple(windows),

@@ -94,7 +94,7 @@ class StepProblem:
         With n slices the busiest rank waits (p - 1) / n of its share of the work, and pays n fixed parts.
         """
         total = float(self.work.sum())
-        fixed = (self.rates.seconds[Op.F] + self.rates.seconds[Op.B])[:, 0].sum()
+        fixed = (self.rates.rates[Op.F] + self.rates.rates[Op.B])[:, 0].sum()
         return max(sqrt(total * fixed / max(self.num_ranks - 1, 1)), _SHORTEST * total)
 
     @cached_property
@@ -105,7 +105,7 @@ class StepProblem:
     @cached_property
     def most_tokens(self) -> float:
         """The tokens of the longest microbatch that every rank can hold, in one slice; infinite without a limit."""
-        fixed, per_token = (np.bincount(self.ranks, part) for part in self.rates.activation_bytes.T)
+        fixed, per_token = (np.bincount(self.ranks, part) for part in self.rates.held.T)
         return float(np.where(per_token > 0, (self.limits - fixed) / np.where(per_token > 0, per_token, 1), inf).min())
 
 

@@ -18,6 +18,7 @@ from slipstream.planner.order.makespan_bounds import longest_paths, rank_bounds
 from slipstream.planner.order.ordering_problem import ROUNDING, StepActions, UnitTimes
 from slipstream.planner.ragged.candidates import Groups, PackedRows, SlicedStep, balanced, filled, sequences_of
 from slipstream.planner.ragged.step_problem import StepPlan, StepProblem
+from slipstream.planner.room import Room
 from slipstream.schedule import Op, make_schedule, split_backwards
 
 _SLICES = (1.0, 2.0, 4.0)  # times the slice that balances fill and fixed costs
@@ -72,7 +73,7 @@ def fits(problem: StepProblem, step: SlicedStep) -> bool:
 
 def lower_bound(problem: StepProblem, step: SlicedStep) -> float:
     """Returns seconds that no order of these slices beats."""
-    frozen = problem.rates.num_frozen
+    frozen = problem.rates.num_frozen_parts
     bounds = rank_bounds(
         step.seconds, problem.ranks, step.firsts, step.links[0], num_frozen=frozen, split=problem.may_split
     )
@@ -93,7 +94,7 @@ class StepOrders:
     @cached_property
     def _times(self) -> UnitTimes:
         step = self.step
-        return UnitTimes.of_slices(step.seconds, step.links, step.held, self.problem.rates.num_frozen)
+        return UnitTimes.of_slices(step.seconds, step.links, step.held, self.problem.rates.num_frozen_parts)
 
     @property
     def num_actions(self) -> int:
@@ -264,18 +265,16 @@ def find_plan_within(problem: StepProblem, memory: StepMemory) -> StepPlan:
     Raises:
         SlipstreamError: where a sequence is too long even so: which, and the remedy.
     """
-    room: Floats = memory.limit - np.array(memory.state)
+    room = Room(memory.limit, np.array(memory.state), _SPARED * memory.limit)
     for share in _EFFORTS:
-        if room.min() <= 0:
+        if room.bytes.min() <= 0:
             break
         try:
-            plan = find_step_plan(replace(problem, room=tuple(room.tolist()), effort=share * problem.effort))
+            plan = find_step_plan(replace(problem, room=tuple(room.bytes.tolist()), effort=share * problem.effort))
         except NothingFitsError:
             break
-        excess = np.array(memory.account(plan)) - memory.limit
-        if excess.max() <= 0:
+        if room.has_space(np.array(memory.account(plan))):
             return plan
-        room = room - np.maximum(excess, 0.0) - _SPARED * memory.limit
     return _one_by_one(problem, memory)
 
 
