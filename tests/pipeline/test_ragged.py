@@ -21,6 +21,7 @@ from slipstream import Pipeline, find_order, make_schedule, slice_batch
 from slipstream.model import causal_cross_entropy
 from slipstream.pipeline.batch import Batch
 from slipstream.pipeline.cut_batch import consecutive_groups
+from slipstream.pipeline.token_values import DOCUMENTS, TokenValues
 from slipstream.planner.ragged import StageRates, StepPlan
 from slipstream.schedule import validate
 from slipstream.simulator import UnitCost
@@ -286,10 +287,11 @@ def test_no_document_of_a_row_runs_on_into_the_next_sequence(documents: list[lis
     """Whatever numbers they have, and in whatever order sequences share a row."""
     ids = [torch.tensor(each) for each in documents]
     group = random.sample(range(len(ids)), len(ids))
-    (row,) = Batch((ids,), False, ids, document_ids=ids).packed([group])
+    whole = Batch.of_lengths(torch.device("cpu"), ids, ids, [TokenValues(DOCUMENTS, ids)])
+    (row,) = whole.packed([group])
     runs = [torch.unique_consecutive(each, return_counts=True)[1].tolist() for each in (ids[n] for n in group)]
-    assert row.document_ids is not None
-    found = torch.unique_consecutive(row.document_ids[0], return_counts=True)[1].tolist()
+    packed = row.companions[DOCUMENTS.name].rows[0]
+    found = torch.unique_consecutive(packed, return_counts=True)[1].tolist()
     assert found == [count for each in runs for count in each]
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -124,6 +124,12 @@ def _difference(ranks_of: dict[int, list[int]]) -> SlipstreamError:
 
 _MOST_BYTES = 2**20  # of a tensor that are read; of a larger one, elements at equal distances
 _REFUSED = -1
+NOTHING_TRAINED = (
+    "nothing would be trained: requires_grad is False of every parameter. For an adapter that PEFT has loaded, "
+    "type peft.PeftModel.from_pretrained(model, folder, is_trainable=True); for any other model, call "
+    "requires_grad_() on what is to be trained, before the Pipeline is made. pipe.evaluate(...) takes batches "
+    "as step does, and gives the loss alone."
+)
 
 
 class _Totals(NamedTuple):
@@ -210,14 +216,16 @@ class BatchAgreement:
                 "of them rows of one length, or slices as a count that each row has tokens for."
             )
         every = [*totals.values()]
-        _check_trained(any(total.trains for total in every))
+        if not any(total.trains for total in every):
+            raise SlipstreamError(NOTHING_TRAINED)
         largest = max(total.max_position for total in every)
         return _Totals(sum(total.num_valid for total in every), largest, trains=True)
 
     def _start(self, whole: Batch, own: _Totals, order: int = 0) -> _Totals:
         """Begins to compare a batch with those of the other ranks; returns the totals of all replicas."""
         if self._ranks.world.size == 1:
-            _check_trained(own.trains)
+            if not own.trains:
+                raise SlipstreamError(NOTHING_TRAINED)
             return own
         self._whole = whole
         self._ask(_checksum(whole), own, order)
@@ -253,27 +261,13 @@ class BatchAgreement:
         )
 
 
-def _check_trained(is_trained: bool) -> None:
-    if not is_trained:
-        raise SlipstreamError(
-            "nothing would be trained: requires_grad is False of every parameter. For an adapter that PEFT has loaded, "
-            "type peft.PeftModel.from_pretrained(model, folder, is_trainable=True); for any other model, call "
-            "requires_grad_() on what is to be trained, before the Pipeline is made. pipe.evaluate(...) takes batches "
-            "as step does, and gives the loss alone."
-        )
-
-
 def _tensors(whole: Batch) -> Iterator[tuple[str, Tensor]]:
     """Yields the tensors that a step was given, with their names."""
-    for name in ("inputs", "targets", "position_ids", "document_ids", "sequence_values"):
-        for tensor in _flat(getattr(whole, name)):
-            yield name, tensor
-
-
-def _flat(given: Any) -> Iterable[Tensor]:
-    if given is None:
-        return []
-    return [given] if isinstance(given, Tensor) else [tensor for item in given for tensor in _flat(item)]
+    for values in whole.every:
+        for tensor in [values.rows] if isinstance(values.rows, Tensor) else values.rows:
+            yield values.rule.name, tensor
+    if whole.sequence_values is not None:
+        yield "sequence_values", whole.sequence_values
 
 
 def _checksum(whole: Batch) -> int:
@@ -290,7 +284,6 @@ def _checksum(whole: Batch) -> int:
 def _describe(whole: Batch) -> str:
     """Describes a batch: shapes, dtypes, and the sum of the elements, in which contents mostly differ."""
     if whole.is_ragged:
-        lengths = [len(targets) for targets in whole.targets]
-        return f"sequences of {lengths} tokens, checksum {_checksum(whole):08x}"
+        return f"sequences of {[*map(len, whole.labels)]} tokens, checksum {_checksum(whole):08x}"
     tensors = (f"{name} {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for name, t in _tensors(whole))
     return f"{', '.join(tensors)}, checksum {_checksum(whole):08x}"

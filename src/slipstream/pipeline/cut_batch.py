@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from slipstream.errors import SlipstreamError
-from slipstream.model import IGNORED
+from slipstream.model import IGNORED, Tensors
 from slipstream.model.hooks import TokenSlice
-from slipstream.parallel import own_tokens, sequences_within, shared_slice
-from slipstream.pipeline.batch import Batch, document_numbers
-from slipstream.pipeline.pipeline_options import SequenceLoss
+from slipstream.parallel import own_tokens, part_bounds, sequences_within, shared_slice
+from slipstream.pipeline.batch import Batch
+from slipstream.pipeline.token_values import (
+    DOCUMENTS,
+    LABELS,
+    POSITIONS,
+    TokenRule,
+    TokenValues,
+    document_numbers,
+)
 from slipstream.schedule import SlicedMicrobatch
 
 _BATCH_TENSORS = 6  # ids, labels, positions and documents; labels and positions once more
@@ -31,7 +38,6 @@ def token_bytes(num_tokens: int) -> int:
 class MicrobatchSequences:
     """The sequences of a microbatch, for a loss of whole ones."""
 
-    numbers: Sequence[Tensor]  # of each slice: which sum of which sequence a token's target is in, (b, T)
     count: int
     places: slice | list[int]  # in the whole batch
     values: Tensor | None  # (count, ...), as a step was given them
@@ -39,15 +45,62 @@ class MicrobatchSequences:
 
 
 @dataclass(frozen=True)
+class SlicedValues:
+    """The values of tokens as `slices[microbatch][slice]`, (b, T, ...) each."""
+
+    rule: TokenRule
+    slices: list[list[Tensor]]
+
+    @classmethod
+    def of(
+        cls, rule: TokenRule, rows: Tensor, microbatches: Sequence[SlicedMicrobatch], by_tokens: bool = True
+    ) -> SlicedValues:
+        """Cuts rows (B, T, ...) into those of each microbatch, and, unless they aren't `by_tokens`, into its slices."""
+        slices: list[list[Tensor]] = []
+        first = 0
+        for microbatch in microbatches:
+            own = rows[first : first + microbatch.num_sequences]
+            first += microbatch.num_sequences
+            slices.append([] if by_tokens else [own])
+            if by_tokens:
+                for a, b in pairwise(accumulate(microbatch.slices, initial=0)):
+                    slices[-1].append(own[:, a:b])
+        return cls(rule, slices)
+
+    def part(self, rank: int, size: int) -> SlicedValues:
+        """Returns one of `size` ranks' values of the slices that they share: an added token's where it has no token."""
+
+        def own(tensor: Tensor) -> Tensor:
+            begin, end = part_bounds(tensor.shape[1], size, rank)
+            mine = own_tokens(tensor, rank, size)
+            return mine if begin < end else torch.full_like(mine, self.rule.fill)
+
+        return self.changed(own)
+
+    def changed(self, change: Callable[[Tensor], Tensor]) -> SlicedValues:
+        """Returns the values with every slice's changed."""
+        return replace(self, slices=[[change(tensor) for tensor in tensors] for tensors in self.slices])
+
+    def chosen(self, microbatches: Iterable[int]) -> SlicedValues:
+        """Returns the values of these microbatches."""
+        return replace(self, slices=[self.slices[number] for number in microbatches])
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in chain.from_iterable(self.slices))
+
+
+@dataclass(frozen=True)
 class SplitBatch:
-    """A batch as `slices[microbatch][slice]`, and the targets of each: for a causal LM (b, T), shifted.
+    """A batch as `slices[microbatch][slice]`, and the values beside these that the loss is computed with, by name: the
+    labels, for a causal LM (b, T) and shifted, and whatever else travels with the tokens.
 
     `num_valid` targets count in the whole batch, other replicas' rows included. Gradients are those of `loss_scale`
     times the loss, which is divided by `divisor`.
     """
 
     slices: Sequence[Sequence[Any]]  # a TokenSlice or BatchSlice each
-    targets: list[list[Tensor]]
+    values: Mapping[str, SlicedValues]
     num_valid: int
     microbatches: Sequence[SlicedMicrobatch]
     groups: Sequence[Sequence[int]] = ()  # the sequences in each microbatch's row, where they were packed
@@ -55,6 +108,11 @@ class SplitBatch:
     num_targets: float | None = None  # in all batches whose gradients add up, where it isn't this one alone
     sequences: Sequence[MicrobatchSequences] = ()  # of each microbatch, where the loss is of whole ones
     whole_targets: list[list[Tensor]] | None = None  # where ranks share slices, and `targets` are this one's
+
+    @property
+    def targets(self) -> list[list[Tensor]]:
+        """The labels of each slice, shifted where the model is a causal LM."""
+        return self.values[LABELS.name].slices
 
     @property
     def num_tokens(self) -> int:
@@ -99,21 +157,25 @@ class SplitBatch:
         A model can't run without tokens: where a slice has fewer than there are ranks, those that get none have one
         whose target doesn't count, and that attention doesn't see.
         """
-
         slices = [[shared_slice(piece, rank, size) for piece in pieces] for pieces in self.slices]
-        targets = [[own_tokens(tensor, rank, size) for tensor in labels] for labels in self.targets]
-        for pieces, own in zip(slices, targets, strict=True):
-            own[:] = [t if piece.num_own else torch.full_like(t, IGNORED) for piece, t in zip(pieces, own, strict=True)]
-        sequences = [
-            replace(microbatch, numbers=[own_tokens(numbers, rank, size) for numbers in microbatch.numbers])
-            for microbatch in self.sequences
-        ]
-        return replace(self, slices=slices, targets=targets, sequences=sequences, whole_targets=self.targets)
+        values = {name: each.part(rank, size) for name, each in self.values.items()}
+        return replace(self, slices=slices, values=values, whole_targets=self.targets)
 
     def twice(self, number: int) -> SplitBatch:
         """Returns a batch of two microbatches that are equal to this one's microbatch `number`."""
-        slices, targets, sequences = self.slices[number], self.targets[number], self.sequences[number : number + 1]
-        return replace(self, slices=[slices] * 2, targets=[targets] * 2, sequences=[*sequences] * 2)
+        values = {name: each.chosen([number] * 2) for name, each in self.values.items()}
+        sequences = self.sequences[number : number + 1]
+        return replace(self, slices=[self.slices[number]] * 2, values=values, sequences=[*sequences] * 2)
+
+    def tensors_of(self, microbatch: int, index: int) -> Tensors:
+        """Returns the tensors of a slice of token ids and of all values beside it."""
+        beside = (each.slices[microbatch][index] for each in self.values.values())
+        return *self.slices[microbatch][index].tensors, *beside
+
+    @property
+    def further_bytes(self) -> int:
+        """Bytes of what travels with the tokens besides what `token_bytes` counts, as it was given and as it is cut."""
+        return 2 * sum(each.num_bytes for name, each in self.values.items() if name != LABELS.name)
 
     def with_loss_shares(self) -> SplitBatch:
         """Returns the batch of a causal LM, each slice with its microbatch's share of the scaled loss."""
@@ -153,7 +215,7 @@ def cut_batch(
             for pieces, count in zip(cut.slices, tokens, strict=True)
         ]
         return replace(cut, slices=slices, groups=groups)
-    check_rows(len(batch.inputs[0]), len(microbatches), "sequences")
+    check_rows(len(batch.inputs[0].rows), len(microbatches), "sequences")
     return _cut_rows(batch, microbatches, seed)
 
 
@@ -168,50 +230,78 @@ def cut_groups(
     microbatch, the seed and the microbatch's number."""
     rows = zip(batch.packed(groups), microbatches, strict=True)
     cut = [cut_rows(row, [microbatch], seed, index) for index, (row, microbatch) in enumerate(rows)]
-    pieces, labels = [part.slices[0] for part in cut], [part.targets[0] for part in cut]
-    joined = SplitBatch(pieces, labels, sum(part.num_valid for part in cut), microbatches, groups)
+    values = {
+        name: replace(each, slices=[part.values[name].slices[0] for part in cut])
+        for name, each in cut[0].values.items()
+    }
+    num_valid = sum(part.num_valid for part in cut)
+    joined = SplitBatch([part.slices[0] for part in cut], values, num_valid, microbatches, groups)
     return joined.with_max_position(joined.max_position)
 
 
 def _cut_rows(batch: Batch, microbatches: Sequence[SlicedMicrobatch], seed: int, first: int = 0) -> SplitBatch:
     """Cuts rows (B, L) of one length into microbatches, which are numbered from `first` on."""
-    inputs: Tensor = batch.inputs[0]  # type: ignore[assignment]
-    targets: Tensor = batch.targets  # type: ignore[assignment]
-    position_ids: Tensor | None = batch.position_ids  # type: ignore[assignment]
-    document_ids: Tensor | None = batch.document_ids  # type: ignore[assignment]
-    starts = _document_starts(inputs, position_ids, document_ids)  # (B, L) or None
-    # The label of a token is the next one, unless another document begins there.
-    following = torch.full_like(targets, IGNORED)
-    following[:, :-1] = targets[:, 1:]
-    if starts is not None:
-        following[:, :-1][starts[:, 1:] != starts[:, :-1]] = IGNORED
+    (inputs,) = batch.inputs
+    token_ids: Tensor = inputs.rows  # type: ignore[assignment]
+    position_ids: Tensor | None = batch.given(POSITIONS)  # type: ignore[assignment]
+    document_ids: Tensor | None = batch.given(DOCUMENTS)  # type: ignore[assignment]
+    length = token_ids.shape[1]
+
+    # 1. The documents, the positions, and the largest of these.
+    starts = _document_starts(token_ids, position_ids, document_ids)  # (B, L) or None
     if position_ids is None:
-        position_ids = torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs)
+        position_ids = torch.arange(length, device=token_ids.device).expand_as(token_ids)
         position_ids = position_ids if starts is None else position_ids - starts
     largest, lone = _largest_positions(position_ids, batch.lone_lengths)
     if batch.max_position is not None:
         largest = batch.max_position
+
+    # 2. What the loss reads, as the token before has it.
+    values: dict[str, SlicedValues] = {}
+    num_valid = 0
+    for name, companion in batch.companions.items():
+        if companion.rule in (POSITIONS, DOCUMENTS):
+            continue  # parts of the slices
+        shifted = _shifted(companion, starts)
+        values[name] = SlicedValues.of(companion.rule, shifted, microbatches)
+        if companion.rule == LABELS:
+            num_valid = int((shifted != IGNORED).sum())
+
+    # 3. The slices.
+    ids = SlicedValues.of(inputs.rule, token_ids, microbatches).slices
+    positions = SlicedValues.of(POSITIONS, position_ids, microbatches).slices
+    begins = None if starts is None else SlicedValues.of(DOCUMENTS, starts, microbatches).slices
     pieces: list[list[TokenSlice]] = []
-    labels: list[list[Tensor]] = []
-    for row, microbatch in zip(rows_of(microbatches), microbatches, strict=True):
+    for m, microbatch in enumerate(microbatches):
         pieces.append([])
-        labels.append([])
-        for a, b in pairwise(accumulate(microbatch.slices, initial=0)):
+        for i, (a, b) in enumerate(pairwise(accumulate(microbatch.slices, initial=0))):
             piece = TokenSlice(
-                inputs[row, a:b],
-                position_ids[row, a:b],
-                None if starts is None else starts[row, a:b],
+                ids[m][i],
+                positions[m][i],
+                None if begins is None else begins[m][i],
                 start=a,
-                length=inputs.shape[1],
+                length=length,
                 max_position=largest,
                 lone_sequences=sequences_within(lone, a, b) if lone else (),
-                microbatch=first + len(pieces) - 1,
-                index=len(pieces[-1]),
+                microbatch=first + m,
+                index=i,
                 seed=seed,
             )
             pieces[-1].append(piece)
-            labels[-1].append(following[row, a:b])
-    return SplitBatch(pieces, labels, int((following != IGNORED).sum()), microbatches)
+    return SplitBatch(pieces, values, num_valid, microbatches)
+
+
+def _shifted(values: TokenValues, starts: Tensor | None) -> Tensor:
+    """Returns values (B, L, ...) that belong to predictions at the tokens that predict, each the one before; an added
+    token's where nothing is predicted: at the end of a row or document."""
+    rows: Tensor = values.rows  # type: ignore[assignment]
+    if not values.rule.is_shifted:
+        return rows
+    following = torch.full_like(rows, values.rule.fill)
+    following[:, :-1] = rows[:, 1:]
+    if starts is not None:
+        following[:, :-1][starts[:, 1:] != starts[:, :-1]] = values.rule.fill
+    return following
 
 
 def _largest_positions(position_ids: Tensor, lengths: Sequence[int]) -> tuple[int, list[tuple[int, int]]]:
@@ -283,109 +373,3 @@ def _filled(lengths: Sequence[int], number: int, limit: int) -> list[list[int]]:
             groups.append([])
         groups[-1].append(length)
     return groups
-
-
-def refuse_values(whole: Batch) -> None:
-    """Raises SlipstreamError where values were given of sequences, as no loss takes them."""
-    if whole.sequence_values is not None:
-        raise SlipstreamError(
-            "sequence_values without a SequenceLoss, whose function takes them. Leave them out, or give "
-            "loss_fn=slipstream.SequenceLoss(function)."
-        )
-
-
-def check_sequences(loss: SequenceLoss, whole: Batch) -> None:
-    """Raises SlipstreamError where a batch isn't of whole groups of sequences, each with a target that counts."""
-    if whole.document_ids is not None or whole.position_ids is not None:
-        raise SlipstreamError(
-            "document_ids or position_ids with a SequenceLoss, for which each row is a sequence. Leave them out, and "
-            "give sequences of different lengths as a list."
-        )
-    if len(whole.targets) % loss.group_size:
-        raise SlipstreamError(
-            f"a batch of {len(whole.targets)} sequences with SequenceLoss(group_size={loss.group_size}): give a "
-            "multiple of it, the sequences of a group next to each other."
-        )
-    values = whole.sequence_values
-    if values is not None and (values.dim() == 0 or len(values) != len(whole.targets)):
-        raise SlipstreamError(
-            f"sequence_values are {tuple(values.shape)} for {len(whole.targets)} sequences: give one, or one row, for "
-            "each."
-        )
-    if loss.prompts and (values is None or values.dim() != 2):
-        raise SlipstreamError(
-            "a SequenceLoss with prompts=True needs sequence_values of two dimensions, whose first column says how "
-            "many targets each prompt has."
-        )
-    have_any = torch.stack([(targets[1:] != IGNORED).any() for targets in whole.targets]).tolist()
-    if not all(have_any):
-        raise SlipstreamError(
-            f"targets[{have_any.index(False)}] has no label that counts: all are -100 after the first, which nothing "
-            "predicts. Leave such sequences out, with those of their group."
-        )
-
-
-def check_groups(loss: SequenceLoss, microbatches: Sequence[SlicedMicrobatch]) -> None:
-    """Raises SlipstreamError where a microbatch's rows aren't whole groups."""
-    rows = [microbatch.num_sequences for microbatch in microbatches]
-    if any(count % loss.group_size for count in rows):
-        raise SlipstreamError(
-            f"microbatches of {rows} rows with SequenceLoss(group_size={loss.group_size}), whose sequences share a "
-            f"microbatch: give batches of a multiple of {len(rows) * loss.group_size} rows, or fewer microbatches."
-        )
-
-
-def grouped_lengths(loss: SequenceLoss | None, lengths: Sequence[int]) -> list[int]:
-    """Returns the tokens of each group of sequences, which a step plans as one."""
-    size = 1 if loss is None else loss.group_size
-    return [sum(lengths[first : first + size]) for first in range(0, len(lengths), size)]
-
-
-def ungrouped(loss: SequenceLoss | None, groups: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Returns the numbers of the sequences in each microbatch, of the numbers of its groups."""
-    size = 1 if loss is None else loss.group_size
-    return [[index * size + place for index in group for place in range(size)] for group in groups]
-
-
-def with_sequences(
-    batch: SplitBatch, loss: SequenceLoss, whole: Batch, places: Sequence[slice | list[int]]
-) -> SplitBatch:
-    """Returns the batch with the sequences of each microbatch, which are at these places of the whole batch; its
-    `num_valid` is the number of their groups."""
-    values = whole.sequence_values
-    sequences = []
-    for slices, place in zip(batch.slices, places, strict=True):
-        numbers, count = _numbered(slices)
-        own_values = None if values is None else values[place]
-        if loss.prompts and own_values is not None:
-            numbers = _with_prompts_apart(numbers, own_values[:, 0])
-        sequences.append(MicrobatchSequences(numbers, count, place, own_values, loss.num_sums))
-    return replace(batch, sequences=sequences, num_valid=sum(m.count for m in sequences) // loss.group_size)
-
-
-def _with_prompts_apart(numbers: Sequence[Tensor], num_targets: Tensor) -> list[Tensor]:
-    """Returns twice the number of each token's sequence, and one more where its target is after the prompt; prompts
-    have so many targets."""
-    whole = torch.cat([*numbers], dim=1)
-    begins = torch.zeros_like(whole, dtype=torch.bool)
-    begins[:, 1:] = whole[:, 1:] != whole[:, :-1]
-    index = torch.arange(whole.shape[1], device=whole.device)
-    places = index - (index * begins).cummax(dim=1).values  # in the sequence
-    parts = 2 * whole + (places >= num_targets.to(whole.device)[whole])
-    return list(torch.split(parts, [slice_numbers.shape[1] for slice_numbers in numbers], dim=1))
-
-
-def _numbered(slices: Sequence[TokenSlice]) -> tuple[list[Tensor], int]:
-    """Returns which sequence each token of a microbatch is of, (b, T) for each slice, and the number of sequences.
-
-    Sequences are its rows, or the documents of its one row.
-    """
-    first = slices[0]
-    if first.document_start is None:
-        rows = torch.arange(len(first.input_ids), device=first.input_ids.device)[:, None]
-        return [rows.expand_as(piece.input_ids) for piece in slices], len(rows)
-    starts = torch.cat([piece.document_start for piece in slices if piece.document_start is not None], dim=1)
-    numbers = torch.zeros_like(starts)
-    numbers[:, 1:] = (starts[:, 1:] != starts[:, :-1]).cumsum(1)
-    bounds = [piece.input_ids.shape[1] for piece in slices]
-    return list(torch.split(numbers, bounds, dim=1)), int(numbers.max()) + 1

@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -23,6 +23,7 @@ from slipstream.checkpoint import CheckpointFolder
 from slipstream.comm import StagedTransport
 from slipstream.comm.transport import TransportError
 from slipstream.model import causal_cross_entropy
+from slipstream.pipeline.token_values import TokenRule, TokenValues
 from support import slow_copies
 from support.architectures import (
     ARCHITECTURES,
@@ -125,9 +126,14 @@ def mismatch() -> None:
                     SlipstreamError, match="ranks of one pipeline were given different batches"
                 ) as error:
                     run(*((inputs, targets) if rank else (good, good)))
-                assert "\n  rank 0: inputs (2, 64) int64, targets (2, 64) int64, checksum " in str(error.value)
-                assert f"\n  rank 1: inputs {tuple(inputs.shape)} int64, targets " in str(error.value)
+                assert "\n  rank 0: inputs (2, 64) int64, labels (2, 64) int64, checksum " in str(error.value)
+                assert f"\n  rank 1: inputs {tuple(inputs.shape)} int64, labels " in str(error.value)
                 assert "a sampler takes num_replicas=pipe.num_replicas and rank=pipe.replica" in str(error.value)
+        whole = pipe._runtime.read_batch(good, good)
+        further = TokenValues(TokenRule("teacher", is_shifted=True, num_dims=1), torch.full((2, 64, 3), rank))
+        with pytest.raises(SlipstreamError, match="different batches") as error:
+            pipe._runtime.step(replace(whole, companions={**whole.companions, "teacher": further}), 1.0)
+        assert "labels (2, 64) int64, teacher (2, 64, 3) int64, checksum " in str(error.value)
         with pytest.raises(SlipstreamError, match="rank 0 refused its batch" if rank else "inputs are .* float"):
             pipe.step(good if rank else good.float(), good)
         for run in (pipe.step, pipe.evaluate):

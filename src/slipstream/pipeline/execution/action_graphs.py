@@ -180,7 +180,12 @@ def signature(batch: SplitBatch) -> tuple[object, ...]:
     """Returns the key that batches share if the same graphs can run them: all that isn't read from their tensors."""
     pieces = chain.from_iterable(batch.slices)
     of_slices = ((piece.start, piece.length, piece.max_position, piece.input_ids.shape) for piece in pieces)
-    return *of_slices, *((target.shape, target.dtype) for target in chain.from_iterable(batch.targets))
+    of_values = (
+        (name, tensor.shape, tensor.dtype)
+        for name, values in batch.values.items()
+        for tensor in chain.from_iterable(values.slices)
+    )
+    return *of_slices, *of_values
 
 
 def _copied(batch: SplitBatch) -> SplitBatch:
@@ -189,12 +194,14 @@ def _copied(batch: SplitBatch) -> SplitBatch:
         [replace(piece, input_ids=piece.input_ids.clone(), position_ids=piece.position_ids.clone()) for piece in pieces]
         for pieces in batch.slices
     ]
-    return replace(batch, slices=slices, targets=[[target.clone() for target in targets] for targets in batch.targets])
+    return replace(
+        batch, slices=slices, values={name: each.changed(Tensor.clone) for name, each in batch.values.items()}
+    )
 
 
 def _tensors_of(batch: SplitBatch) -> Sequence[Tensor]:
-    of_slices = (piece.tensors for piece in chain.from_iterable(batch.slices))
-    return *chain.from_iterable(of_slices), *chain.from_iterable(batch.targets)
+    numbers = ((m, i) for m, pieces in enumerate(batch.slices) for i in range(len(pieces)))
+    return [tensor for m, i in numbers for tensor in batch.tensors_of(m, i)]
 
 
 class CountedDraws(EagerDraws):

@@ -149,8 +149,7 @@ class SavedActivations:
     ) -> AbstractContextManager[None]:
         """Prepares for the R and OFFLOAD of a forward."""
         g, m, i = step.key
-        piece, targets = self._state.batch.slices[m][i], self._state.batch.targets[m][i]
-        shared = self._storages[g] | storage_ids((*piece.tensors, targets, *store.carried.values))
+        shared = self._storages[g] | storage_ids((*self._state.batch.tensors_of(m, i), *store.carried.values))
         what = self._recompute if step.is_recomputed else None
         needs_gradient = [spec.needs_gradient for spec in specs]
         replay = SliceReplay(SavedTensors(shared), what, inputs, needs_gradient)

@@ -17,6 +17,7 @@ from slipstream.pipeline.cut_batch import SplitBatch
 from slipstream.pipeline.execution.losses import Losses, OutputForms
 from slipstream.pipeline.execution.rank_program import SliceKey
 from slipstream.pipeline.execution.step_state import StepState
+from slipstream.pipeline.loss_sequences import SUMS
 from slipstream.pipeline.pipeline_options import SequenceLoss
 
 TokenLosses = Callable[[Tensor, Tensor], Tensor]  # (logits (b, T, V), targets (b, T)) -> (b, T), zero where none counts
@@ -43,7 +44,8 @@ class SequenceLosses(Losses):
         sequences = state.batch.sequences[m]
         log_probabilities = -self.token_losses(outputs, state.batch.targets[m][i])
         sums = log_probabilities.new_zeros(sequences.count * self.loss.num_sums)
-        return (sums.index_add(0, sequences.numbers[i].flatten(), log_probabilities.flatten()),)
+        places = state.batch.values[SUMS.name].slices[m][i]
+        return (sums.index_add(0, places.flatten(), log_probabilities.flatten()),)
 
     def add(self, computed: Tensors, state: StepState, key: SliceKey, has_backward: bool) -> Tensor:
         """Adds a slice to the sums of its sequences, and after the last one their losses to the step's; returns the

@@ -45,19 +45,8 @@ from slipstream.model.hooks import TokenSlice
 from slipstream.number_format import AUTOCAST
 from slipstream.parallel import Ranks, SharedStages, check_sharing, check_tensor_parallel
 from slipstream.parallel.tensor import TensorParallel, vocabulary_cross_entropy, vocabulary_token_losses
-from slipstream.pipeline.batch import Batch
-from slipstream.pipeline.cut_batch import (
-    SplitBatch,
-    check_groups,
-    check_sequences,
-    consecutive_groups,
-    cut_batch,
-    grouped_lengths,
-    refuse_values,
-    rows_of,
-    ungrouped,
-    with_sequences,
-)
+from slipstream.pipeline.batch import Batch, places
+from slipstream.pipeline.cut_batch import SplitBatch, consecutive_groups, cut_batch, rows_of
 from slipstream.pipeline.execution.given_losses import GivenLosses, StageWeights
 from slipstream.pipeline.execution.losses import Losses, OutputForms, SliceLosses
 from slipstream.pipeline.execution.sequence_losses import SequenceLosses
@@ -72,8 +61,17 @@ from slipstream.pipeline.families.causal_lm_layout import (
 from slipstream.pipeline.families.flop_estimate import FlopEstimate, flop_rates
 from slipstream.pipeline.families.model_family import ModelFamily
 from slipstream.pipeline.families.stage_layout import StageLayout
+from slipstream.pipeline.loss_sequences import (
+    NO_FUNCTION_OF_VALUES,
+    check_groups,
+    check_sequences,
+    grouped_lengths,
+    ungrouped,
+    with_sequences,
+)
 from slipstream.pipeline.pipeline_options import ExpectedBatch, PipelineOptions, SequenceLoss
 from slipstream.pipeline.planning import StartRequest, is_free, measure_rates, plan_start
+from slipstream.pipeline.token_values import LABELS
 from slipstream.pipeline.weight_source import WeightSource
 from slipstream.planner.joint import JointPlan, Vocabulary
 from slipstream.planner.ragged import StageRates
@@ -362,21 +360,20 @@ class CausalLMFamily(ModelFamily):
         """Returns the tokens of each sequence. Raises SlipstreamError for tensors that don't fit the model."""
         batch.check_form()
         lengths: list[int] = []
-        for (place, inputs), (_, targets) in zip(
-            batch.places(batch.inputs[0]), batch.places(batch.targets), strict=True
-        ):
+        labels = batch.companions[LABELS.name]
+        for (place, inputs), (_, targets) in zip(places(batch.inputs[0]), places(labels), strict=True):
             if inputs.shape[-1] > self._longest:
                 check_length(self.config, inputs.shape[-1], f"the length of inputs{place}" if place else "")
             check_token_ids(self.config, inputs, targets, place)
             if self._anatomy.skips_padding:
                 self._check_positions(inputs if inputs.dim() > 1 else inputs[None])
             lengths += [inputs.shape[-1]] * (1 if place else len(inputs))
-        if batch.targets is not batch.inputs[0]:
+        if labels.rows is not batch.inputs[0].rows:
             batch.check_labels_are_unshifted()
-        if self._sequence_loss is None:
-            refuse_values(batch)
-        else:
+        if self._sequence_loss is not None:
             check_sequences(self._sequence_loss, batch)
+        elif batch.sequence_values is not None:
+            raise SlipstreamError(NO_FUNCTION_OF_VALUES)
         return lengths
 
     def split(

@@ -24,7 +24,7 @@ from slipstream.model import (
 from slipstream.options import SHARED_WORK, Parallelism
 from slipstream.parallel import Ranks
 from slipstream.pipeline.batch import Batch
-from slipstream.pipeline.cut_batch import SplitBatch, check_rows, counted, cut_groups, refuse_values, rows_of
+from slipstream.pipeline.cut_batch import SlicedValues, SplitBatch, check_rows, counted, cut_groups
 from slipstream.pipeline.execution.given_losses import GivenLosses, StageWeights
 from slipstream.pipeline.execution.losses import Losses, OutputForms, SliceLosses
 from slipstream.pipeline.families.model_family import Balance, ModelFamily
@@ -36,8 +36,10 @@ from slipstream.pipeline.families.sequence_costs import (
     runs_between,
 )
 from slipstream.pipeline.families.stage_layout import StageLayout, check_lengths, given_counts
+from slipstream.pipeline.loss_sequences import NO_FUNCTION_OF_VALUES
 from slipstream.pipeline.pipeline_options import PipelineOptions, SequenceLoss
 from slipstream.pipeline.planning import is_free
+from slipstream.pipeline.token_values import DOCUMENTS, INPUTS, LABELS, POSITIONS
 from slipstream.planner.joint import JointPlan, JointProblem, find_joint_plan, granularity_for
 from slipstream.planner.partition import partition_layers
 from slipstream.profile.link_measurement import measure_link
@@ -151,8 +153,9 @@ class SequenceFamily(ModelFamily):
 
     def lengths(self, batch: Batch) -> list[int]:
         """Returns the number of tokens of each row that reach CutTokens, where they are cut into slices."""
-        refuse_values(batch)
-        if batch.position_ids is not None or batch.document_ids is not None:
+        if batch.sequence_values is not None:
+            raise SlipstreamError(NO_FUNCTION_OF_VALUES)
+        if POSITIONS.name in batch.companions or DOCUMENTS.name in batch.companions:
             raise SlipstreamError("position_ids and document_ids are for causal LMs: give a sequence's as its inputs.")
         if not batch.is_ragged:
             return [self._length(batch)] * batch.num_sequences
@@ -162,7 +165,7 @@ class SequenceFamily(ModelFamily):
                 "of one shape. Give tensors whose dim 0 is the batch, or put slipstream.CutTokens() before the layers "
                 "that work token by token."
             )
-        for number, tensors in enumerate(zip(*batch.inputs, batch.targets, strict=True)):
+        for number, tensors in enumerate(zip(*(values.rows for values in batch.every), strict=True)):
             if not all(tensor.dim() for tensor in tensors):
                 raise SlipstreamError(
                     f"inputs[{number}] or targets[{number}] is a number: give a tensor for each sequence."
@@ -254,7 +257,7 @@ class SequenceFamily(ModelFamily):
         self, batch: Batch, microbatches: Sequence[SlicedMicrobatch], seed: int, first: int = 0
     ) -> SplitBatch:
         """Splits rows of one length into microbatches, which are numbered from `first` on."""
-        inputs, targets = batch.tensors, batch.targets
+        inputs, targets = batch.tensors, batch.labels
         assert isinstance(targets, Tensor)
         if self._options.loss_fn is None and not (targets.is_floating_point() or targets.is_complex()):
             targets = targets.long()  # class numbers, which cross_entropy takes as int64
@@ -262,22 +265,23 @@ class SequenceFamily(ModelFamily):
         length = sum(microbatches[0].slices)
         if self._is_sliced:
             check_sliced_targets(targets, length)
-        rows = rows_of(microbatches)
-        values = [as_value(tuple(tensor[row] for tensor in inputs), batch.is_tuple) for row in rows]
-        bounds = [self._tokens_of(microbatch) for microbatch in microbatches]
-        pieces = [
-            [BatchSlice(value, first + row, index, seed, tokens, length) for index, tokens in enumerate(cuts)]
-            for row, (value, cuts) in enumerate(zip(values, bounds, strict=True))
-        ]
-        labels = [
-            [targets[row] if t is None else targets[row, t.start : t.stop] for t in cuts]
-            for row, cuts in zip(rows, bounds, strict=True)
-        ]
-        for piece, label in zip(chain(*pieces), chain(*labels), strict=True):
+        rows = [SlicedValues.of(INPUTS, tensor, microbatches, by_tokens=False).slices for tensor in inputs]
+        pieces = []
+        for row, microbatch in enumerate(microbatches):
+            value = as_value(tuple(tensors[row][0] for tensors in rows), batch.is_tuple)
+            cuts = enumerate(self._tokens_of(microbatch))
+            pieces.append([BatchSlice(value, first + row, index, seed, tokens, length) for index, tokens in cuts])
+        values = {}
+        for name, companion in batch.companions.items():
+            given = targets if companion.rule == LABELS else companion.rows
+            assert isinstance(given, Tensor)
+            values[name] = SlicedValues.of(companion.rule, given, microbatches, self._is_sliced)
+        cut = SplitBatch(pieces, values, counted(targets), microbatches)
+        for piece, label in zip(chain(*pieces), chain(*cut.targets), strict=True):
             outputs = self._tracer.trace(piece, self._is_training()).boundaries[-1]
             if self._options.loss_fn is None:
                 check_default_loss(outputs, label)
-        return SplitBatch(pieces, labels, counted(targets), microbatches)
+        return cut
 
     def output_forms(self, piece: BatchSlice, targets: Tensor) -> OutputForms:
         """Returns the last layer's outputs for a slice. The dims that depend on its length are those of its tokens."""

@@ -207,7 +207,7 @@ def _longest(lengths: Sequence[int]) -> str:
 
 def _token_bytes(step: RehearsedStep) -> int:
     # An upper bound of the bytes of the batch, cut and uncut, which the table leaves out.
-    return token_bytes(step.batch.num_tokens)
+    return token_bytes(step.batch.num_tokens) + step.batch.further_bytes
 
 
 def _covers(table: MemoryTable, schedule: Schedule, microbatch: int | None) -> bool:
