@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -86,8 +86,9 @@ class SlicedValues:
         return replace(self, slices=[self.slices[number] for number in microbatches])
 
     @property
-    def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in chain.from_iterable(self.slices))
+    def bytes_per_token(self) -> int:
+        """Bytes of one token's value."""
+        return self.slices[0][0][:1, :1].nbytes
 
 
 @dataclass(frozen=True)
@@ -174,8 +175,10 @@ class SplitBatch:
 
     @property
     def further_bytes(self) -> int:
-        """Bytes of what travels with the tokens besides what `token_bytes` counts, as it was given and as it is cut."""
-        return 2 * sum(each.num_bytes for name, each in self.values.items() if name != LABELS.name)
+        """Bytes of what travels with the tokens besides what `token_bytes` counts, as it was given and as it is cut:
+        of the whole slices, also where ranks share them."""
+        sizes = (each.bytes_per_token for name, each in self.values.items() if name != LABELS.name)
+        return 2 * sum(sizes) * self.num_tokens
 
     def with_loss_shares(self) -> SplitBatch:
         """Returns the batch of a causal LM, each slice with its microbatch's share of the scaled loss."""

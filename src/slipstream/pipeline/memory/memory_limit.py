@@ -61,7 +61,7 @@ class MemoryLimit:
         self._frees_late = records
         self._tables: dict[tuple[int, ...], MemoryTable] = {}  # by the rows of a microbatch, and slices
         self.rows: LinearMemoryModel | None = None  # of batches whose sequences differ in length
-        self._fitting: dict[tuple[Schedule, tuple[SlicedMicrobatch, ...]], None] = {}  # in order
+        self._fitting: dict[tuple[Schedule, tuple[SlicedMicrobatch, ...], int], None] = {}  # in order
         self.most_steps = 1024  # that are known to fit, of which the oldest are forgotten
 
     def check(self, step: RehearsedStep, lengths: Sequence[int] = ()) -> None:
@@ -71,7 +71,7 @@ class MemoryLimit:
         """
         if self.limit is None:
             return
-        checked = step.schedule, tuple(step.batch.microbatches)
+        checked = step.schedule, tuple(step.batch.microbatches), step.batch.further_bytes
         if checked not in self._fitting:
             held = self._memory(step, bool(lengths))
             worst = max(range(len(held)), key=lambda rank: held[rank].peak)
