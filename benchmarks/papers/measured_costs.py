@@ -32,17 +32,17 @@ class OverlappedCosts(CountedCosts):
             return whole
         tokens = self._tokens(length)
         products = self.product_seconds(part, part.ops[Op.F if op is Op.R else op], tokens)
-        return np.maximum(whole / self.tensor_parallel, whole - products)
+        return np.maximum(whole / self.degrees.tensor, whole - products)
 
     def _part_expert_seconds(self, part: PartCount, length: Any) -> Any:
         """Returns the time of exchanges that send a token once to every device that has some of its experts, and once
         to every node, whose devices pass it on: of k experts on n devices it is n (1 - (1 - 1/n)^k) of them."""
         if not part.experts_per_token:
             return 0.0
-        cluster, size = self.cluster, self.expert_parallel
-        num_nodes = max(1, size * self.tensor_parallel // cluster.devices_per_domain)
+        cluster, size = self.cluster, self.degrees.experts
+        num_nodes = max(1, size * self.degrees.tensor // cluster.devices_per_domain)
         reached = [n * (1 - (1 - 1 / n) ** part.experts_per_token) for n in (size, num_nodes)]
-        token = self._tokens(length) * self.model.hidden_size * self.model.dtype_bytes / self.tensor_parallel
+        token = self._tokens(length) * self.model.hidden_size * self.model.dtype_bytes / self.degrees.tensor
         inside = token * reached[0] / cluster.inside.rate() * (1 - 1 / size)
         across = token * reached[1] / cluster.between.rate(cluster.devices_per_node) * (1 - 1 / num_nodes)
         return 2 * (cluster.between.latency * (num_nodes > 1) + np.maximum(inside, across)) * (size > 1)
@@ -165,7 +165,7 @@ class Seq1F1BCosts(OverlappedCosts):
         one, in whose place its backward makes their gradient, and then another one in 16 bits."""
         counted, tokens = super().action_bytes(layers, length), self._tokens(length)
         gradient = tokens * self.model.hidden_size * self.model.dtype_bytes
-        wide = tokens * self.feed_forward * self.model.dtype_bytes / self.tensor_parallel
+        wide = tokens * self.feed_forward * self.model.dtype_bytes / self.degrees.tensor
         logits = self.logits_gradient_bytes(layers, length)
         most = max(counted.peaks[Op.B] - logits / 2, gradient + (_GELU_TENSORS - 1) * wide)
         return replace(counted, peaks={**counted.peaks, Op.F: counted.peaks[Op.F] + 1.5 * logits, Op.B: most})
@@ -199,7 +199,7 @@ class ExpertCosts(OverlappedCosts):
         if self.recipe.graphs == "step":
             return seconds
         launches = LAUNCH_SECONDS[self.recipe.graphs]
-        launches += EXPERT_LAUNCH_SECONDS * part.num_experts / self.expert_parallel
+        launches += EXPERT_LAUNCH_SECONDS * part.num_experts / self.degrees.experts
         launches *= LAUNCHES_OF_OVERLAP if self.recipe.overlap else 1.0
         return np.maximum(seconds, passes * launches)
 
@@ -208,7 +208,7 @@ class ExpertCosts(OverlappedCosts):
         if count is part.ops[Op.W]:
             return seconds
         rate = self.cluster.device.matmul_flops(self.model.dtype) * self.narrow_rate
-        return seconds + 2 * _ROWS * part.num_in_experts / self.expert_parallel / rate
+        return seconds + 2 * _ROWS * part.num_in_experts / self.degrees.experts / rate
 
     def attention_seconds(self, call: AttentionCall, op: Op, length: Any, context: Any) -> Any:
         """Returns the time of scores; in 8 bits their products, whose share of it is the efficiency, take half."""

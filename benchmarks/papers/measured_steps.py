@@ -252,14 +252,13 @@ class MeasuredSource(PaperSource):
         self.row = row
 
     def costs(self, degrees: Degrees, microbatch_size: int) -> CountedCosts:
-        row, common = self.row, (self.model, self.cluster, degrees.tensor, microbatch_size)
+        row = self.row
+        common = self.model, self.cluster, degrees._replace(exchange="heads"), microbatch_size
         if row.source == "Korthikanti 2022":
             return KorthikantiCosts(*common, sequence_parallel="sequence" in row.text["recompute"])
         per_replica = row.number("gbs") // (row.replicas * microbatch_size)
         more = {
             "sequence_parallel": degrees.tensor > 1,
-            "context_parallel": degrees.context,
-            "expert_parallel": degrees.experts,
             "gradient_bytes": GRADIENT_BYTES.get(row.source, 2.0),
             "overlaps_tensor": row.source in OVERLAPS_TENSOR or "async" in row.text["note"].lower(),
             "length": row.number("seq"),

@@ -68,7 +68,7 @@ class PaperCosts(UnfusedCosts):
         return bool(part.attentions) or not isinstance(self.model, LayersAlone)
 
     def product_seconds(self, part: PartCount, count: OpCount, tokens: Any) -> Any:
-        device, t = self.cluster.device, self.tensor_parallel
+        device, t = self.cluster.device, self.degrees.tensor
         read = count.matmul_bytes.at(tokens) / t / device.bytes_per_second
         return np.maximum(count.flops.at(tokens) / t / device.matmul_flops(self.model.dtype), read)
 
@@ -79,7 +79,7 @@ class PaperCosts(UnfusedCosts):
     @property
     def replica_stride(self) -> int:
         """The devices between a rank and the same one of the next replica."""
-        return self.tensor_parallel
+        return self.degrees.tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +103,7 @@ class PaperSource(AnalyticSource):
     """A model on a described cluster, with costs of the papers' time.
 
     Args:
-        costs: (model, cluster, tensor-parallel degree, sequences of a microbatch) -> what stages cost.
+        costs: (model, cluster, degrees, sequences of a microbatch) -> what stages cost.
     """
 
     def __init__(self, model: ModelCount, cluster: Cluster, costs: Callable[..., CountedCosts] = PaperCosts) -> None:
@@ -111,7 +111,7 @@ class PaperSource(AnalyticSource):
         self._costs = costs
 
     def costs(self, degrees: Degrees, microbatch_size: int) -> CountedCosts:
-        return self._costs(self.model, self.cluster, degrees.tensor, microbatch_size)
+        return self._costs(self.model, self.cluster, Degrees(degrees.tensor), microbatch_size)
 
 
 class PaperSpace(PlanSpace):

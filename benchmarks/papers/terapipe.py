@@ -74,7 +74,7 @@ class ReplicasApart(PaperCosts):
 
     @property
     def replica_stride(self) -> int:
-        return self.tensor_parallel * self.num_ranks
+        return self.degrees.tensor * self.num_ranks
 
 
 @dataclass(frozen=True)

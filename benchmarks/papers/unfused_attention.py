@@ -22,7 +22,7 @@ class UnfusedCosts(CountedCosts):
     def attention_seconds(self, call: AttentionCall, op: Op, length: Any, context: Any) -> Any:
         if op is Op.W:
             return 0.0
-        device, heads = self.cluster.device, call.num_heads / self.tensor_parallel
+        device, heads = self.cluster.device, call.num_heads / self.degrees.tensor
         scores = heads * (self.microbatch_size * length * (context + length))
         width = (call.key_width + call.value_width) * (1 if op is Op.F else 2)  # backward: dP, dV, dQ, dK
         computed = 2 * scores * width / (device.flops[self.model.dtype] * device.attention_efficiency)
@@ -31,5 +31,5 @@ class UnfusedCosts(CountedCosts):
     def each_activation(self, lengths: Any) -> Floats:
         """Returns the bytes with the scores of a slice without context: of a whole sequence."""
         heads = self._each(lambda part: sum(call.num_heads for call in part.attentions))
-        scores = np.outer(heads / self.tensor_parallel * self.microbatch_size, lengths**2)
+        scores = np.outer(heads / self.degrees.tensor * self.microbatch_size, lengths**2)
         return super().each_activation(lengths) + _SCORE_BYTES * self.model.dtype_bytes * scores

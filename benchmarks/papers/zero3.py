@@ -78,7 +78,7 @@ def zero3_network_seconds(model: Model, num_ranks: int, cluster: Cluster) -> flo
 def zero3_compute_seconds(model: Model, run: Run, cluster: Cluster) -> float:
     """Returns the seconds of one rank's sequences through the whole model, with recomputation."""
     counted = gpt(model.hidden_size, model.num_heads, model.num_layers)
-    costs = PaperCosts(counted, cluster, 1, run.microbatch_size)
+    costs = PaperCosts(counted, cluster, microbatch_size=run.microbatch_size)
     count = costs.model
     once = model.num_layers * _passes(costs, count.layers[0], Op.F, Op.R, Op.B)
     once += _passes(costs, count.head, Op.F, Op.B) + _passes(costs, count.embedding, Op.F, Op.B)

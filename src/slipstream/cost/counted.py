@@ -36,7 +36,7 @@ from slipstream.cost.cluster_links import ClusterCost
 from slipstream.cost.costs import NO_LINK, Costs, LinkTime, Numbers
 from slipstream.cost.operation_counts import Amount, AttentionCall, ModelCount, OpCount, PartCount, StateBytes
 from slipstream.cost.work import Stage, Work
-from slipstream.options import Degrees
+from slipstream.options import UNSHARED, Degrees
 from slipstream.schedule import BACKWARDS, Action, Op
 
 _HEAD_WIDTHS = 32  # FlashAttention computes with heads as wide as the next multiple
@@ -49,23 +49,18 @@ class CountedCosts(Costs):
     Attention is FlashAttention: only the scores under the mask, recomputed in the backward, never written to memory.
 
     Args:
-        tensor_parallel: ranks that share every layer, next to each other; it divides the attention heads.
+        degrees: by how many ranks a stage's work is shared. Those that share every layer are next to each other, and
+            their number divides the attention heads; without expert parallelism they share each expert, too.
         microbatch_size: sequences of a microbatch.
         sequence_parallel: whether tensor-parallel ranks share the tokens of tensors that all would else compute and
             keep: norms, residuals (Korthikanti et al. 2022). Inputs of matrix products are gathered and kept whole.
-        context_parallel: ranks that share every slice, each with some of its tokens.
-        expert_parallel: ranks over which experts are spread; without, tensor-parallel ranks share each of them.
-        context_exchange: the exchange of context-parallel ranks around attention, "heads" for tokens or "keys".
     """
 
     model: ModelCount
     cluster: Cluster
-    tensor_parallel: int = 1
+    degrees: Degrees = UNSHARED
     microbatch_size: int = 1
     sequence_parallel: bool = False
-    context_parallel: int = 1
-    expert_parallel: int = 1
-    context_exchange: str = "heads"
 
     @property
     def parts(self) -> Sequence[int]:
@@ -90,10 +85,6 @@ class CountedCosts(Costs):
     @property
     def num_head_weights(self) -> int:
         return self.model.head_weight
-
-    @cached_property
-    def degrees(self) -> Degrees:
-        return Degrees(self.tensor_parallel, self.context_parallel, self.expert_parallel, self.context_exchange)
 
     # --- seconds -----------------------------------------------------------------------------------------------------
 
@@ -127,11 +118,11 @@ class CountedCosts(Costs):
         return busy + exchanged
 
     def _tokens(self, length: Any) -> Any:
-        return self.microbatch_size * length / self.context_parallel
+        return self.microbatch_size * length / self.degrees.context
 
     def _moved_bytes(self, part: PartCount, amount: Amount, tokens: Any) -> Any:
         # The bytes that don't grow with the tokens are of weights.
-        return amount.per_token * tokens / self.tensor_parallel + amount.constant * self._weights_share(part)
+        return amount.per_token * tokens / self.degrees.tensor + amount.constant * self._weights_share(part)
 
     def _weights_share(self, part: PartCount) -> float:
         return self.degrees.held(part.num_parameters, part.num_in_experts) / max(1, part.num_parameters)
@@ -142,13 +133,13 @@ class CountedCosts(Costs):
         computes for less of its time."""
         read = count.matmul_bytes
         whole = min(count.num_matmuls * self.model.hidden_size * self.model.dtype_bytes, read.per_token)
-        shared = (read.per_token - whole) * tokens / self.tensor_parallel + read.constant * self._weights_share(part)
+        shared = (read.per_token - whole) * tokens / self.degrees.tensor + read.constant * self._weights_share(part)
         moved = (whole * tokens + shared) / self.cluster.device.bytes_per_second
         device, dtype = self.cluster.device, self.model.dtype
         # of products over shared dimensions, each adds up its part, but all the tokens for the gradient of a weight
         depth = count.hidden_depth.at(tokens) + count.other_depth.per_token * tokens
-        depth = depth + count.other_depth.constant / self.tensor_parallel
-        computed = count.flops.at(tokens) / (self.tensor_parallel * device.matmul_flops(dtype))
+        depth = depth + count.other_depth.constant / self.degrees.tensor
+        computed = count.flops.at(tokens) / (self.degrees.tensor * device.matmul_flops(dtype))
         return computed + depth * device.wave_seconds(dtype) + moved
 
     def _host_seconds(self, part: PartCount, op: Op) -> float:
@@ -174,7 +165,7 @@ class CountedCosts(Costs):
 
     @property
     def _token_parts(self) -> int:
-        return self.tensor_parallel if self.sequence_parallel else 1
+        return self.degrees.tensor if self.sequence_parallel else 1
 
     def each_exchange(self, work: Work) -> Floats:
         parts = [self._part_exchanges(part, work.op, work.lengths) for part in self.model.of_kind]
@@ -192,35 +183,35 @@ class CountedCosts(Costs):
         """Returns the time of a layer's exchanges around attention: all-to-alls of queries, keys and values together,
         of which several ranks get the same heads where there are fewer, and of outputs; or one to gather keys and
         values, or sums of their gradients, which a replay finds in the context."""
-        ranks, itemsize, seconds = self.context_parallel, self.model.dtype_bytes, 0.0
+        ranks, itemsize, seconds = self.degrees.context, self.model.dtype_bytes, 0.0
         for call in part.attentions if ranks > 1 else ():
-            queries, keys = call.num_heads / self.tensor_parallel, ranks * self._key_heads(call)
+            queries, keys = call.num_heads / self.degrees.tensor, ranks * self._key_heads(call)
             both = keys * (call.key_width + call.value_width)
             sent = [(queries * call.key_width + both) * itemsize, queries * call.value_width * itemsize]
             if self._gathers_keys:
                 sent = [] if op is Op.R else [both * (itemsize if op is Op.F else max(4, itemsize))]
             for size in sent:
                 seconds = seconds + self.cluster.all_to_all_seconds(
-                    self._tokens(length) * size, ranks, self.tensor_parallel
+                    self._tokens(length) * size, ranks, self.degrees.tensor
                 )
         return seconds
 
     @property
     def _gathers_keys(self) -> bool:
-        return self.context_parallel > 1 and self.context_exchange == "keys"
+        return self.degrees.context > 1 and self.degrees.exchange == "keys"
 
     @property
     def _head_ranks(self) -> int:
-        return self.tensor_parallel * (1 if self._gathers_keys else self.context_parallel)
+        return self.degrees.tensor * (1 if self._gathers_keys else self.degrees.context)
 
     def _part_expert_seconds(self, part: PartCount, length: Any) -> Any:
         """Returns the time of a layer's all-to-alls between ranks with other experts: of how many rows there are, then
         there and back of a row for each expert that a token chose. Tensor-parallel ranks send a part each."""
         if not part.experts_per_token:
             return 0.0
-        rows = self._tokens(length) * part.experts_per_token / self.tensor_parallel
+        rows = self._tokens(length) * part.experts_per_token / self.degrees.tensor
         sent = rows * self.model.hidden_size * self.model.dtype_bytes
-        exchange = partial(self.cluster.all_to_all_seconds, size=self.expert_parallel, stride=self.tensor_parallel)
+        exchange = partial(self.cluster.all_to_all_seconds, size=self.degrees.experts, stride=self.degrees.tensor)
         return exchange(0.0) + 2 * exchange(sent)
 
     def _part_reduce_seconds(self, part: PartCount, op: Op, length: Any) -> Any:
@@ -229,7 +220,7 @@ class CountedCosts(Costs):
         in_layer = self._num_regions(part)
         times = {Op.F: in_layer or int(part is self.model.embedding)}
         times |= {Op.I: in_layer or int(part is self.model.head)} if part.has_backward else {}
-        return times.get(op, 0) * self.cluster.all_reduce_seconds(self._hidden_bytes(length), self.tensor_parallel)
+        return times.get(op, 0) * self.cluster.all_reduce_seconds(self._hidden_bytes(length), self.degrees.tensor)
 
     @staticmethod
     def _num_regions(part: PartCount) -> int:
@@ -242,7 +233,7 @@ class CountedCosts(Costs):
             return 0.0
         device, heads = self.cluster.device, call.num_heads / self._head_ranks
         # Of the rank with the last queries.
-        queries = -(-length // self.context_parallel) if self._gathers_keys else length
+        queries = -(-length // self.degrees.context) if self._gathers_keys else length
         num_scores = call.window.scores(context + length) - call.window.scores(context + length - queries)
         scores = heads * (self.microbatch_size * num_scores)
         keys, values = (-(-width // _HEAD_WIDTHS) * _HEAD_WIDTHS for width in (call.key_width, call.value_width))
@@ -260,7 +251,7 @@ class CountedCosts(Costs):
         queries, forward and backward; 0 unless keys are gathered."""
         if not self._gathers_keys:
             return 0.0
-        even, total = replace(self, context_exchange="heads"), 0.0
+        even, total = replace(self, degrees=self.degrees._replace(exchange="heads")), 0.0
         for count, part in self.model.counted(layers):
             for call, op in product(part.attentions, (Op.F, Op.I)):
                 seconds = [costs.attention_seconds(call, op, length, 0) for costs in (self, even)]
@@ -280,7 +271,7 @@ class CountedCosts(Costs):
 
     def spread_seconds(self, shared: float, in_experts: float, copies: int) -> float:
         """Returns the time of exchanges between ranks that are tensor_parallel apart."""
-        apart, ranks = self.tensor_parallel, self.expert_parallel
+        apart, ranks = self.degrees.tensor, self.degrees.experts
         once = self.cluster.exchange_seconds(shared, copies, apart)
         return float(once + self.cluster.exchange_seconds(in_experts, copies // ranks, apart * ranks))
 
@@ -295,15 +286,15 @@ class CountedCosts(Costs):
 
     @cached_property
     def each_number(self) -> Numbers:
-        ranks = self.expert_parallel
+        ranks = self.degrees.experts
         in_experts = self._each(lambda part: part.num_trained_in_experts) if ranks > 1 else 0.0
         trained = self._each(lambda part: part.num_trained)
         held = self._each(lambda part: self.degrees.held(part.num_parameters, part.num_in_experts))
         spread = in_experts / ranks + np.zeros(len(held))
-        return Numbers(held, (trained - in_experts) / self.tensor_parallel + spread, spread)
+        return Numbers(held, (trained - in_experts) / self.degrees.tensor + spread, spread)
 
     def each_weight(self, each: float) -> Floats:
-        return super().each_weight(each) - self._each(lambda part: part.saved_bytes(each)) / self.tensor_parallel
+        return super().each_weight(each) - self._each(lambda part: part.saved_bytes(each)) / self.degrees.tensor
 
     def each_activation(self, lengths: Any) -> Floats:
         """Returns the bytes that F of the parts keeps, (kinds, slices).
@@ -316,11 +307,11 @@ class CountedCosts(Costs):
 
     def _activation_per_token(self, part: PartCount) -> float:
         wide = min(part.wide_activation_bytes, part.activation_bytes)
-        per_token = self._wide_bytes(part, wide) + (part.activation_bytes - wide) / self.tensor_parallel
-        if self.context_parallel > 1 and part.has_backward and not self._gathers_keys:
+        per_token = self._wide_bytes(part, wide) + (part.activation_bytes - wide) / self.degrees.tensor
+        if self.degrees.context > 1 and part.has_backward and not self._gathers_keys:
             # attention's outputs, before and after their exchange
             outputs = sum(call.num_heads * call.value_width for call in part.attentions)
-            per_token += outputs * self.model.dtype_bytes / self.tensor_parallel
+            per_token += outputs * self.model.dtype_bytes / self.degrees.tensor
         return per_token
 
     def _wide_bytes(self, part: PartCount, wide: float) -> float:
@@ -331,7 +322,7 @@ class CountedCosts(Costs):
 
     def each_product(self, lengths: Any) -> Floats:
         per_token = self._each(lambda part: part.product_bytes)
-        return np.outer(per_token, self._tokens(lengths)) / self.tensor_parallel
+        return np.outer(per_token, self._tokens(lengths)) / self.degrees.tensor
 
     @cached_property
     def each_state(self) -> Floats:
@@ -360,7 +351,7 @@ class CountedCosts(Costs):
         if not self.has_head(layers):
             return 0.0
         vocabulary = self.model.head_weight / self.model.hidden_size
-        return float(4 * self._tokens(length) * vocabulary / self.tensor_parallel)
+        return float(4 * self._tokens(length) * vocabulary / self.degrees.tensor)
 
     def message_bytes(self, length: Any) -> Any:
         """Returns the message of a slice to the next stage, b T h elements, as large as its gradient back; one rank's
@@ -391,6 +382,6 @@ class CountedCosts(Costs):
             times=times,
             message_bytes=[float(self.message_bytes(length)) for length in slices],
             cluster=self.cluster,
-            stride=self.tensor_parallel * self.context_parallel * data_parallel,
-            tensor_parallel=1 if self.sequence_parallel else self.tensor_parallel,
+            stride=self.degrees.tensor * self.degrees.context * data_parallel,
+            tensor_parallel=1 if self.sequence_parallel else self.degrees.tensor,
         )

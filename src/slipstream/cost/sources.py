@@ -115,8 +115,7 @@ class AnalyticSource:
 
     def costs(self, degrees: Degrees, microbatch_size: int) -> Costs:
         """Returns the costs of the model's stages."""
-        t, g, e, exchange = degrees
-        return CountedCosts(self.model, self.cluster, t, microbatch_size, self.sequence_parallel, g, e, exchange)
+        return CountedCosts(self.model, self.cluster, degrees, microbatch_size, self.sequence_parallel)
 
     def peak_seconds(self, num_sequences: int, seq_len: int) -> float | None:
         """Returns the seconds of a step's products at one device's peak: the numerator of MFU, if known.

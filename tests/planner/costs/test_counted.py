@@ -25,6 +25,7 @@ from slipstream.cost import (
     AttentionWindow,
     Costs,
     CountedCosts,
+    Degrees,
     ModelCount,
     OpCount,
     PartCount,
@@ -129,7 +130,7 @@ def test_a_narrow_product_computes_for_less_of_its_time() -> None:
     """Of its 40 bytes of a token the side that is as wide as the hidden state, 16, is whole on each of two ranks."""
     count = replace(PRODUCTS, matmul_bytes=Amount(WEIGHTS, 40))
     layer = part("layer", count)
-    one, two = (CountedCosts(MODEL, CLUSTER, t).product_seconds(layer, count, 10) for t in (1, 2))
+    one, two = (CountedCosts(MODEL, CLUSTER, Degrees(t)).product_seconds(layer, count, 10) for t in (1, 2))
     assert one == pytest.approx((10 * 2000 + WEIGHTS + 10 * 40) / 1e9)
     assert two == pytest.approx((10 * 2000 / 2 + WEIGHTS / 2 + 10 * (16 + 24 / 2)) / 1e9)
 
@@ -140,7 +141,9 @@ def test_half_of_a_products_last_wave_of_tiles_is_empty(ranks: int, depth: int) 
     few = replace(CLUSTER, device=replace(CLUSTER.device, multiprocessors=10))
     count = replace(PRODUCTS, hidden_depth=Amount(8, 0), other_depth=Amount(6, 3))
     layer = part("layer", count)
-    whole, wasted = (CountedCosts(MODEL, each, ranks).product_seconds(layer, count, 10) for each in (CLUSTER, few))
+    whole, wasted = (
+        CountedCosts(MODEL, each, Degrees(ranks)).product_seconds(layer, count, 10) for each in (CLUSTER, few)
+    )
     tile = 2 * 128 * 128 / (1e9 / 10)  # seconds of a term of all a tile's elements on one of ten multiprocessors
     assert wasted - whole == pytest.approx(tile / 2 * depth)
 
@@ -171,7 +174,7 @@ def test_without_a_fused_kernel_all_scores_are_computed_and_written() -> None:
 
 
 def test_times_of_arrays_are_the_times_one_by_one() -> None:
-    costs = CountedCosts(MODEL, CLUSTER, tensor_parallel=2)
+    costs = CountedCosts(MODEL, CLUSTER, Degrees(2))
     lengths, contexts = np.array([[1, 5], [9, 2]]), np.array([[0, 3], [1, 40]])
     for op in (Op.F, Op.B, Op.W):
         found = costs.seconds(range(0, 4), op, lengths, contexts)
@@ -181,7 +184,7 @@ def test_times_of_arrays_are_the_times_one_by_one() -> None:
 
 
 def test_tensor_parallelism_halves_products_and_adds_two_all_reduces() -> None:
-    two = CountedCosts(MODEL, CLUSTER, 2)
+    two = CountedCosts(MODEL, CLUSTER, Degrees(2))
     reduce = 16 * HIDDEN * 2 / 1e8  # of two ranks each sends its half and the other's sum: all bytes once
     assert two.seconds(LAYER, Op.F, 16, 0) == pytest.approx(ONE.seconds(LAYER, Op.F, 16, 0) / 2 + 2 * reduce)
     assert two.seconds(LAYER, Op.W, 16, 0) == pytest.approx(ONE.seconds(LAYER, Op.W, 16, 0) / 2)
@@ -192,7 +195,7 @@ def test_tensor_parallelism_halves_products_and_adds_two_all_reduces() -> None:
 def test_context_parallelism_shares_tokens_and_exchanges_heads(ranks: int, key_heads: int) -> None:
     """Of 4 query heads and 2 of keys, all 32 wide: g ranks exchange 2 Hq + 2 max(Hkv, g) heads of n/g tokens, and each
     reads all weights."""
-    one, shared = (CountedCosts(MODEL, ONE_NODE, context_parallel=g) for g in (1, ranks))
+    one, shared = (CountedCosts(MODEL, ONE_NODE, Degrees(context=g)) for g in (1, ranks))
     moved = (ranks - 1) / ranks * (16 / ranks) * (2 * 4 + 2 * max(2, ranks)) * 32 * 2 / 1e8
     weights = (1 - 1 / ranks) * WEIGHTS / 1e9
     for op, exchanged in ((Op.F, moved), (Op.I, moved), (Op.W, 0)):
@@ -213,8 +216,8 @@ def test_context_parallelism_shares_tokens_and_exchanges_heads(ranks: int, key_h
 def test_gathered_keys_move_all_heads_and_the_last_rank_sees_most(ranks: int) -> None:
     """Forward n tokens of both heads of keys and values, backward as many sums in float32; the last n/g queries see a
     triangle below what was before them; every rank has the whole context."""
-    given = {"context_parallel": ranks, "context_exchange": "keys"}
-    one, shared = CountedCosts(MODEL, ONE_NODE), CountedCosts(MODEL, ONE_NODE, **given)
+    one = CountedCosts(MODEL, ONE_NODE)
+    shared = CountedCosts(MODEL, ONE_NODE, Degrees(context=ranks, exchange="keys"))
     moved = (ranks - 1) / ranks * 16 * 2 * 2 * 32 * 2 / 1e8
     assert exchanged_by(shared, Op.F, 16) == (0, pytest.approx(moved), 0)
     assert exchanged_by(shared, Op.I, 16) == (0, pytest.approx(2 * moved), 0)
@@ -266,7 +269,7 @@ def test_expert_parallelism_spreads_weights_and_sends_rows_there_and_back() -> N
     """400 of 500 parameters are in 4 experts, of which a token chooses 2; other copies have the same experts."""
     experts = {"num_in_experts": 400, "num_trained_in_experts": 400, "num_experts": 4, "experts_per_token": 2}
     model = with_layer(**experts)
-    one, spread = (CountedCosts(model, CLUSTER, expert_parallel=e) for e in (1, 2))
+    one, spread = (CountedCosts(model, CLUSTER, Degrees(experts=e)) for e in (1, 2))
     sent = 1 / 2 * 16 * 2 * HIDDEN * 2 / 1e8
     assert exchanged_by(spread, Op.F, 16) == (0, 0, pytest.approx(2 * sent))
     for op, exchanged in ((Op.F, 2 * sent), (Op.I, 2 * sent), (Op.W, 0)):
@@ -276,7 +279,7 @@ def test_expert_parallelism_spreads_weights_and_sends_rows_there_and_back() -> N
     assert spread.num_optimized(LAYER, 4) == pytest.approx(100 / 4 + 400 / 4)
     reduced = CLUSTER.exchange_seconds(4 * 100, 4) + CLUSTER.exchange_seconds(4 * 200, 2, stride=2)
     assert spread.gradient_seconds(LAYER, 4, shards=4) == pytest.approx(reduced)
-    both = CountedCosts(model, CLUSTER, tensor_parallel=2, expert_parallel=2)
+    both = CountedCosts(model, CLUSTER, Degrees(tensor=2, experts=2))
     assert both.num_parameters(LAYER) == 100 / 2 + 400 / 2  # experts are whole on each of the ranks that share layers
 
 
@@ -295,7 +298,7 @@ def test_ranks_that_share_tokens_move_and_keep_their_part_of_wide_tensors() -> N
     """Of 100 bytes of a token 60 are as wide as the hidden state, of which two products' inputs are gathered whole."""
     wide = dict.fromkeys((Op.F, Op.I, Op.W), replace(PRODUCTS, wide_bytes=Amount(0, 1000)))
     model = with_layer(CALL, ops=wide, wide_activation_bytes=60.0)
-    whole, shared = (CountedCosts(model, CLUSTER, 2, sequence_parallel=spread) for spread in (False, True))
+    whole, shared = (CountedCosts(model, CLUSTER, Degrees(2), sequence_parallel=spread) for spread in (False, True))
     assert whole.activation_bytes(LAYER, 10) == 10 * (60 + 40 / 2)
     gathered = 2 * HIDDEN * 2
     assert shared.activation_bytes(LAYER, 10) == 10 * (gathered + (60 - gathered) / 2 + 40 / 2)
@@ -332,7 +335,7 @@ def test_messages_take_the_link_between_their_nodes() -> None:
     assert cost.link_seconds(SEND, 0, 1) == pytest.approx(160 / 1e8)
     assert cost.link_seconds(between, 1, 2) == pytest.approx(1e-3 + 96 / 1e7)
     assert cost.link_occupied(between, 1, 2) == pytest.approx(96 / 1e7)
-    two = CountedCosts(MODEL, CLUSTER, 2).action_costs({}, [10])
+    two = CountedCosts(MODEL, CLUSTER, Degrees(2)).action_costs({}, [10])
     assert two.link_seconds(SEND, 0, 1) == pytest.approx(1e-3 + 80 / 5e6 + 80 / 1e8)
 
 
@@ -408,7 +411,7 @@ def test_units_add_up_to_stages_and_to_the_model(
     name: str, tensor: int, size: int, cuts: set[int], ends: list[int]
 ) -> None:
     model = counted(name)
-    costs = CountedCosts(model, load_cluster("h100-dgx"), tensor, size)
+    costs = CountedCosts(model, load_cluster("h100-dgx"), Degrees(tensor), size)
     tabulated = Tabulated(costs, SEQ_LEN, 1)
     places = [0, *sorted(cuts), SEQ_LEN]
     slices = tuple(np.diff(places).tolist())
