@@ -107,6 +107,7 @@ def test_gradients_are_those_of_each_sequence_alone(how: str, data: st.DataObjec
     if how == "a plan":
         assert pipe.order is more["plan"].schedule
         assert slices == [*more["plan"].slices]
+        assert [*map(tuple, pipe.last_step.groups)] == [*more["plan"].groups]
     elif is_rows:
         assert slices == [tuple(each) for _, each in settings["microbatches"]]
     else:

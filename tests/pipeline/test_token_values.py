@@ -133,6 +133,7 @@ def test_packed_and_padded_rows_are_cut_as_a_loop_cuts_them(case: Sequences) -> 
 def test_ranks_that_share_slices_have_the_values_of_their_tokens(case: Sequences, size: int) -> None:
     split = case.split()
     ranks = [split.part(rank, size) for rank in range(size)]
+    assert {rank.further_bytes for rank in ranks} == {split.further_bytes} == {2 * (2 + 3) * 8 * split.num_tokens}
     for rule in WIDTHS:
         nothing = [rule.fill] * WIDTHS[rule][0] if WIDTHS[rule] else rule.fill
         for m, pieces in enumerate(split.values[rule.name].slices):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -160,21 +161,28 @@ class BatchAgreement:
         self._waits = has_limit or ranks.world.size > ranks.pipeline.size or ranks.device.type != "cpu"
         self._whole: Batch | None = None
 
-    def check(
-        self, whole: Batch, split: Callable[[], tuple[SplitBatch, int]], needs_targets: bool = True, trains: bool = True
-    ) -> SplitBatch:
-        """Returns the batch as cut by `split`, with the valid targets of all replicas, and begins to compare the batch
-        with those of the other ranks, and the checksum that `split` returns of the actions that run it.
+    @contextmanager
+    def telling_refusals(self) -> Iterator[None]:
+        """Joins `agree` on a rank that raises SlipstreamError within, so that the others fail too instead of waiting.
+        Whatever runs within is not collective."""
+        try:
+            yield
+        except SlipstreamError:
+            if self._ranks.world.size > 1:
+                self._ask(_REFUSED, _NOTHING)
+                self._calls.finish()
+            raise
 
-        Raises SlipstreamError on every rank where it can't be split on one, no target counts that is needed, or
+    def agree(
+        self, whole: Batch, batch: SplitBatch, order: int, needs_targets: bool = True, trains: bool = True
+    ) -> SplitBatch:
+        """Returns the batch with the valid targets of all replicas, and begins to compare the whole one with those of
+        the other ranks, and `order`, the checksum of the actions that run it.
+
+        Raises SlipstreamError on every rank where one has refused its batch, no target counts that is needed, or
         replicas with different experts would run different actions; where a pipeline's ranks differ, or no rank
         `trains`, this does or `finish`.
         """
-        try:
-            batch, order = split()
-        except SlipstreamError:
-            self._refuse()
-            raise
         totals = self._start(whole, _Totals(batch.num_valid, batch.max_position, trains), order)
         if totals.num_valid == 0 and needs_targets:
             self.finish()  # other ranks may have other batches
@@ -230,12 +238,6 @@ class BatchAgreement:
         self._whole = whole
         self._ask(_checksum(whole), own, order)
         return self.finish() if self._waits else own
-
-    def _refuse(self) -> None:
-        """Takes part for a rank that can't take its batch and raises an error of its own: the others then know it."""
-        if self._ranks.world.size > 1:
-            self._ask(_REFUSED, _NOTHING)
-            self._calls.finish()
 
     def _ask(self, checksum: int, own: _Totals, order: int = 0) -> None:
         self.finish()

@@ -210,25 +210,31 @@ class PipelineRuntime:
             mine.set_step(self.random_state[1] + 1)
         self.calls.name = "step"
 
-        # 1. Plan the step, and cut the batch into what its actions run on.
-        batch = self._cut_to_train(whole, plan, num_targets is None, loss_scale)
+        # 1. Plan which sequences are in each microbatch, in which slices, and the order of their actions.
+        needs_targets = num_targets is None
+        planned = self._plan_to_train(whole, plan, needs_targets)
+
+        # 2. Cut the batch into what these actions run on.
+        batch = self._cut(whole, planned, needs_targets, has_backward=True, loss_scale=loss_scale)
+        self._adopt(planned.layout)
+        if self._has_limit:
+            lengths = whole.token_counts if whole.is_ragged else ()
+            self.memory_limit.check(self._to_rehearse(whole, planned, batch), lengths)
         batch = replace(batch, loss_scale=loss_scale, num_targets=checked_num_targets(batch, num_targets))
         if self._adds_router_loss:
             batch = batch.with_loss_shares()
-        self.last_step = ExecutedStep(self.layout, batch.microbatches)
+        self.last_step = planned._replace(groups=batch.groups)
 
-        # 2. Bring the parameters up to date, and set gradients of earlier steps aside.
+        # 3. Run all actions of this process's ranks, with gradients of earlier steps set aside.
         self.parameters.publish()
         self.parameters.begin(loss_scale, self._divisor.may_be_own)
         self.family.begin_step()
-
-        # 3. Run all actions of this process's ranks.
         seed, num_steps = self.random_state
         is_compiling = self.family.compiled and num_steps == 0
         with watchdog_paused("compiling") if is_compiling else nullcontext():
             loss = self._run(self.layout.training, batch)
 
-        # 4. Complete the gradients.
+        # 4. Reduce what is left, which completes the gradients.
         self.parameters.end(self._divisor.of_gradients)
         self.family.end_step()
         self.random_state = seed, num_steps + 1
@@ -236,31 +242,43 @@ class PipelineRuntime:
             self._first_steps.observe(self._timeline())
         return StepLoss.of(loss)
 
-    def _cut_to_train(self, whole: Batch, plan: StepPlan | None, needs_targets: bool, loss_scale: float) -> SplitBatch:
-        """Returns the batch as the next step cuts it, once its open settings are planned. Collective.
-
-        Raises SlipstreamError where the next step would hold more than the memory limit.
-        """
+    def _plan_to_train(self, whole: Batch, given: StepPlan | None, needs_targets: bool) -> ExecutedStep:
+        """Returns what the next step runs, once its open settings are planned. Collective."""
         if whole.is_ragged:
-            if not self.memory_limit.knows_lengths:  # the ranks exchange the memory of rows before they plan
+            # The ranks exchange the memory of rows before they plan.
+            if not self.memory_limit.knows_lengths:
                 self.calls.start((), of_list=True)
                 self.calls.finish()
             self.memory_limit.prepare_rows(self.settings.splits)
-        batch = self._cut(whole, plan, needs_targets, has_backward=True, loss_scale=loss_scale)
-        if self.settings.is_tuning:
+        planned = self._plan(whole, given)
+        if not self.settings.is_tuning:
+            return planned
 
-            def holds() -> HeldBytes:
-                return self.memory_limit.peak_memory_of(self._to_rehearse(whole, self._cut(whole, None, needs_targets)))
+        # No rank plans for a batch that another refuses.
+        self._cut(whole, planned, needs_targets, has_backward=True)
 
-            first = batch.microbatches[0]
-            with watchdog_paused("planning the first step"):
-                most_rows = max(microbatch.num_sequences for microbatch in batch.microbatches)
-                self._first_steps.begin(sum(first.slices), most_rows, holds)
-            batch = self._cut(whole, None, needs_targets)
-        if self._has_limit:
-            lengths = whole.token_counts if whole.is_ragged else ()
-            self.memory_limit.check(self._to_rehearse(whole, batch), lengths)
-        return batch
+        def holds() -> HeldBytes:
+            return self.memory_limit.peak_memory_of(self._rehearsed(whole, needs_targets))
+
+        with watchdog_paused("planning the first step"):
+            most_rows = max(microbatch.num_sequences for microbatch in planned.microbatches)
+            self._first_steps.begin(sum(planned.microbatches[0].slices), most_rows, holds)
+        return self._plan(whole)
+
+    def _plan(self, whole: Batch, given: StepPlan | None = None) -> ExecutedStep:
+        """Returns the microbatches and the layout that the settings have for a batch. Collective for sequences of
+        different lengths, which are planned."""
+        groups: Sequence[Sequence[int]] = ()
+        if whole.is_ragged:
+            plan = self._plan_sequences(whole, given)
+            microbatches, groups, order = plan.microbatches, plan.groups, plan.schedule
+        else:
+            with self._agreement.telling_refusals():
+                microbatches = self.settings.microbatches(self.family.lengths(whole))
+            order = self.settings.schedule
+        self.settings.is_resting = whole.is_ragged
+        layout = self.layout if order is self.layout.order else self._laid_out(order)
+        return ExecutedStep(layout, microbatches, groups)
 
     def _trains_here(self) -> bool:
         """Returns whether a parameter of this process's stages is trained now."""
@@ -273,18 +291,14 @@ class PipelineRuntime:
     def _cut(
         self,
         whole: Batch,
-        given: StepPlan | None = None,
+        planned: ExecutedStep,
         needs_targets: bool = True,
         has_backward: bool = False,
         loss_scale: float = 1.0,
     ) -> SplitBatch:
-        """Cuts the batch as the next step does, whose schedule it adopts, and counts the valid targets of all replicas.
-        Sequences of different lengths are planned first. With `has_backward` some rank must train something.
-        Collective."""
-        plan = self._planned(whole, given) if whole.is_ragged else None
-        self.settings.is_resting = whole.is_ragged
-
-        def cut() -> tuple[SplitBatch, int]:
+        """Returns this rank's part of the batch, cut as planned, with the valid targets of all replicas. With
+        `has_backward` some rank must train something. Collective."""
+        with self._agreement.telling_refusals():
             if has_backward and not torch.is_grad_enabled():
                 within = "torch.inference_mode()" if torch.is_inference_mode_enabled() else "torch.no_grad()"
                 raise SlipstreamError(
@@ -293,26 +307,20 @@ class PipelineRuntime:
                 )
             if self.layout.num_frozen_stages:
                 check_frozen(self.stages, self.layout)
-            if plan is None:
-                microbatches = self.settings.microbatches(self.family.lengths(whole))
-                batch, order = self.family.split(whole, microbatches, self._seed()), self.settings.schedule
-            else:
-                batch = self.family.split(whole, plan.microbatches, self._seed(), plan.groups)
-                order = plan.schedule
+            # Ranks that share slices draw by their part.
+            seed = keyed_seed(*self.random_state, self.ranks.data.rank)
+            batch: Any = self.family.split(whole, planned.microbatches, seed, planned.groups)
             if self._losses.is_given and len(self.layout.layers) - 1 in self.stages:
-                batch = replace(batch, loss_scale=loss_scale)
-                self._losses.try_on(batch, self.family.output_forms, has_backward)
-            return batch, order.checksum
-
+                scaled = replace(batch, loss_scale=loss_scale)
+                self._losses.try_on(scaled, self.family.output_forms, has_backward)
         trains = not has_backward or self._trains_here()
-        batch: Any = self._agreement.check(whole, cut, needs_targets, trains)
+        batch = self._agreement.agree(whole, batch, planned.layout.order.checksum, needs_targets, trains)
         for axis, group in self.ranks.token_axes:
             assert axis.part_of is not None
             batch = axis.part_of(batch, group.rank, group.size)
-        self._adopt(self.settings.schedule if plan is None else plan.schedule)
         return batch  # type: ignore[no-any-return]
 
-    def _planned(self, whole: Batch, given: StepPlan | None) -> StepPlan:
+    def _plan_sequences(self, whole: Batch, given: StepPlan | None) -> StepPlan:
         """Returns the plan for sequences of different lengths. Collective."""
         try:
             return self.step_planning.take(lambda: self.family.planned_lengths(self.family.lengths(whole)), given)
@@ -364,7 +372,9 @@ class PipelineRuntime:
     def cut_to_evaluate(self, whole: Batch, plan: StepPlan | None = None, needs_targets: bool = True) -> SplitBatch:
         """Returns the batch as an evaluation cuts it; where it needs no targets, also one in which none counts.
         Collective. `plan` is for sequences of different lengths alone."""
-        batch = self._cut(whole, plan, needs_targets)
+        planned = self._plan(whole, plan)
+        batch = self._cut(whole, planned, needs_targets)
+        self._adopt(planned.layout)
         self.parameters.publish()
         self.parameters.gather()
         return batch
@@ -447,9 +457,9 @@ class PipelineRuntime:
     def rehearsed_step(self, whole: Batch) -> RehearsedStep:
         """Returns the next step for a rehearsal, were it on this batch. Collective."""
         self.calls.name = "memory_table"
-        batch = self._cut(whole)
+        step = self._rehearsed(whole)
         self._agreement.finish()
-        return self._to_rehearse(whole, batch)
+        return step
 
     def prepare(self, lengths: Sequence[int]) -> None:
         """Starts to plan a step in a thread; with a memory limit, only once a step has rehearsed some rows."""
@@ -479,20 +489,22 @@ class PipelineRuntime:
         self.settings.check(schedule)
         self._laid_out(schedule)
 
-    def _seed(self) -> int:
-        """Returns the seed of the next step of this replica, whose ranks that share slices draw by their part."""
-        return keyed_seed(*self.random_state, self.ranks.data.rank)
+    def _rehearsed(self, whole: Batch, needs_targets: bool = True) -> RehearsedStep:
+        """Returns the next step for a rehearsal, were it on this batch, and begins to compare the ranks' batches.
+        Collective."""
+        planned = self._plan(whole)
+        return self._to_rehearse(whole, planned, self._cut(whole, planned, needs_targets))
 
-    def _to_rehearse(self, whole: Batch, batch: SplitBatch) -> RehearsedStep:
+    def _to_rehearse(self, whole: Batch, planned: ExecutedStep, batch: SplitBatch) -> RehearsedStep:
         are_alike = self.settings.are_microbatches_alike and not whole.is_ragged
-        chosen = batch.microbatches[:1] if are_alike else batch.microbatches
-        return self.memory_limit.rehearsed(self.layout, batch, chosen)
+        chosen = planned.microbatches[:1] if are_alike else planned.microbatches
+        return self.memory_limit.rehearsed(planned.layout, batch, chosen)
 
-    def _adopt(self, schedule: Schedule) -> None:
-        """Lets the next step run this schedule, whose placement is that of the one before."""
-        if schedule is not self.layout.order:
-            self.layout = self._laid_out(schedule)
-            self.transport.expect(self.layout.training)
+    def _adopt(self, layout: StageLayout) -> None:
+        """Lets messages be those of this layout, whose placement is that of the one before."""
+        if layout is not self.layout:
+            self.layout = layout
+            self.transport.expect(layout.training)
 
 
 def _family_of(model: Any, options: PipelineOptions, ranks: Ranks, device: torch.device) -> ModelFamily:

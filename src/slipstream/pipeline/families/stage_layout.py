@@ -85,10 +85,12 @@ class StageLayout:
 
 
 class ExecutedStep(NamedTuple):
-    """The layout of a step, and the rows and slices of its microbatches."""
+    """The layout of a step, the rows and slices of its microbatches, and, where sequences were packed into rows, the
+    numbers of those in each."""
 
     layout: StageLayout
     microbatches: Sequence[SlicedMicrobatch]
+    groups: Sequence[Sequence[int]] = ()
 
     @property
     def slices(self) -> list[int]:

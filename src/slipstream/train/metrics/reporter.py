@@ -146,7 +146,8 @@ class Reporter:
         documents = [length for of_rank in lengths for length in of_rank]
         slow = [] if trial else self._describe_slow(step, phases)
         if self._figures is not None:
-            figures = self._figures.of_step(seconds, *self._pipe.last_step, documents)
+            ran = self._pipe.last_step
+            figures = self._figures.of_step(seconds, ran.layout, ran.microbatches, documents)
         record = StepRecord(
             step=step,
             loss=result.loss,
