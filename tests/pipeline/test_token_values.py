@@ -183,6 +183,22 @@ def test_rows_of_one_length_are_cut_into_their_microbatches(num_rows: int, lengt
     assert signature(split) != signature(replace(split, values={LABELS.name: split.values[LABELS.name]}))
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.bfloat16, torch.float64], ids=str)
+def test_values_have_any_dtype(dtype: torch.dtype) -> None:
+    """As they are made by a policy, or a teacher, under inference mode."""
+    rule = TokenRule("mask", fill=1, is_shifted=True)
+    with torch.inference_mode():
+        values = [torch.tensor([0, 1, 0], dtype=dtype), torch.tensor([1, 0], dtype=dtype)]
+    ids = [torch.arange(3), torch.arange(2)]
+    whole = Batch.of_lengths(CPU, ids, ids, [TokenValues(rule, values)])
+    split = cut_batch(whole, [SlicedMicrobatch(1, (3, 4))], 0, [[1, 0]])
+    found = torch.cat(split.values["mask"].slices[0], 1)
+    assert (found.dtype, found.is_inference()) == (dtype, False)
+    assert found.tolist() == torch.tensor([[0, 1, 1, 0, 1, 1, 1]], dtype=dtype).tolist()
+    other = [values[0], torch.ones_like(values[1])]
+    assert _checksum(Batch.of_lengths(CPU, ids, ids, [TokenValues(rule, other)])) != _checksum(whole)
+
+
 # --- in a step --------------------------------------------------------------------------------------------------------
 
 ADVANTAGE = TokenRule("advantage", is_shifted=True)

@@ -169,7 +169,7 @@ class SplitBatch:
         return replace(self, slices=[self.slices[number]] * 2, values=values, sequences=[*sequences] * 2)
 
     def tensors_of(self, microbatch: int, index: int) -> Tensors:
-        """Returns the tensors of a slice of token ids and of all values beside it."""
+        """Returns the tensors of a slice and of all values beside it."""
         beside = (each.slices[microbatch][index] for each in self.values.values())
         return *self.slices[microbatch][index].tensors, *beside
 

@@ -22,7 +22,7 @@ NO_FUNCTION_OF_VALUES = (
     "loss_fn=slipstream.SequenceLoss(function)."
 )
 
-SUMS = TokenRule("sums")
+SUMS = TokenRule("sums of sequences")
 """The sum of its microbatch that a token's target adds to, (b, T)."""
 
 
