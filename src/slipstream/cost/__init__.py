@@ -32,6 +32,15 @@ from slipstream.cost.sources import (
     HostMemorySpec,
     ProfileSource,
 )
+from slipstream.cost.typical_cluster import (
+    ASSUMED_EFFICIENCY,
+    CPU_LINK,
+    CPU_RATES,
+    GPU_LINK,
+    GPU_RATES,
+    clusters_named,
+    typical_cluster,
+)
 from slipstream.cost.work import (
     BY_LAYER,
     EXCHANGES,

@@ -129,7 +129,7 @@ class Ranks:
         """Whether gradients are summed over replicas, or over ranks that share layers."""
         return self.world.size > self.pipeline.size
 
-    def count(self, num_ranks: int | None, schedule: str | Schedule) -> int:
+    def count(self, num_ranks: int | None, schedule: str | Schedule | None) -> int:
         """Returns the number of the pipeline's ranks: its processes, or as many as are wanted in this one."""
         size = self.pipeline.size
         if size == 1:

@@ -207,6 +207,7 @@ def summarise(runtime: PipelineRuntime) -> str:
     lines = {
         "layers": _layers(runtime),
         "schedule": _schedule(runtime),
+        **({"plan": plan} if (plan := _plan(runtime)) else {}),
         "mesh": _mesh(runtime),
         "parameters": _parameters(runtime),
     }
@@ -231,8 +232,15 @@ def _schedule(runtime: PipelineRuntime) -> str:
     microbatches = plural(num_microbatches, "microbatch")
     slices = settings.slices if isinstance(settings.slices, int) else numbers_text(settings.slices)
     name = "slices" if isinstance(settings.slices, int) else "slices of tokens"
-    still = '; "auto" is still to be planned' if settings.is_tuning else ""
+    still = '; "auto" is still to be planned' if settings.is_tuning and not settings.is_counted else ""
     return f"{layout.order.name}, {microbatches}, {name}: {slices}{still}"
+
+
+def _plan(runtime: PipelineRuntime) -> str:
+    """Returns the line about what is planned without measuring, or why it isn't; "" where all is given."""
+    if runtime.counted is not None:
+        return str(runtime.counted)
+    return f"as usual, for nothing is planned: {runtime.unplanned}" if runtime.unplanned else ""
 
 
 def _mesh(runtime: PipelineRuntime) -> str:

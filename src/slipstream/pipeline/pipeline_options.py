@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Integral
 from typing import Any
@@ -95,10 +95,10 @@ class ExpectedBatch:
 class PipelineOptions:
     """The arguments of the Pipeline, which explains them."""
 
-    schedule: str | Schedule = "1f1b"
+    schedule: str | Schedule | None = None
     num_microbatches: int = 1
     slices: int | Sequence[int] | str | None = None
-    stages_per_rank: int = 1
+    stages_per_rank: int | None = None
     partition: str | Sequence[float] = "auto"
     seq_len: int | ExpectedBatch | None = None
     loss_fn: LossFunction | SequenceLoss | None = None
@@ -126,6 +126,20 @@ class PipelineOptions:
             raise SlipstreamError(f"router_loss={self.router_loss!r}: give one of {', '.join(ROUTER_LOSSES)}.")
         if self.microbatches is not None:
             self._check_microbatches()
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether what is open is found by measured costs, as "auto" asks for."""
+        return self.schedule in AUTOMATIC or (isinstance(self.slices, str) and self.slices == "auto")
+
+    def measured(self) -> PipelineOptions:
+        """Returns the options of a causal LM, of which "auto" makes all "auto" that is open beside it."""
+        if not self.is_measured:
+            return self
+        schedule = "auto" if self.schedule is None else self.schedule
+        stages = (2 if schedule == "auto-v" else 1) if self.stages_per_rank is None else self.stages_per_rank
+        slices = "auto" if self.slices is None and not isinstance(schedule, Schedule) else self.slices
+        return replace(self, schedule=schedule, slices=slices, stages_per_rank=stages)
 
     @property
     def expected(self) -> ExpectedBatch | None:
@@ -158,7 +172,7 @@ class PipelineOptions:
 
 def _check_order(schedule: Any, num_microbatches: Any, slices: Any) -> None:
     """Raises SlipstreamError for an order, or numbers that it needs, of a wrong type."""
-    if not isinstance(schedule, (str, Schedule)):
+    if schedule is not None and not isinstance(schedule, (str, Schedule)):
         raise SlipstreamError(f"schedule={schedule!r}: give a name, such as '1f1b', or a slipstream.Schedule.")
     if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, Integral) or num_microbatches < 1:
         raise SlipstreamError(f"num_microbatches={num_microbatches!r}: give a whole number from 1.")

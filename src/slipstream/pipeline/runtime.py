@@ -41,7 +41,16 @@ from slipstream.pipeline.gathered_state import gather_state
 from slipstream.pipeline.memory import MemoryLimit, RehearsedStep
 from slipstream.pipeline.parameters import Parameters
 from slipstream.pipeline.pipeline_options import ExpectedBatch, PipelineOptions, SequenceLoss
-from slipstream.pipeline.planning import FirstSteps, HeldBytes, StepSettings, with_plan
+from slipstream.pipeline.planning import (
+    CountedPlans,
+    FirstSteps,
+    HeldBytes,
+    StepSettings,
+    is_counted,
+    with_plan,
+    with_stages,
+    with_usual,
+)
 from slipstream.pipeline.step_planning import DifferentLengthsError, StepPlanning
 from slipstream.pipeline.weight_source import WeightSource, in_memory
 from slipstream.planner.joint import JointPlan, OutOfMemoryError
@@ -83,14 +92,16 @@ class PipelineRuntime:
         self.has_own_loss = options.loss_fn is not None
         self.has_sequence_loss = isinstance(options.loss_fn, SequenceLoss)
         self._adds_router_loss = options.router_loss != "none"
+        options = self.family.completed(options)
         if (num_ranks > 1 or isinstance(options.seq_len, ExpectedBatch)) and self.family.is_open(options):
             options = self._plan_start(options, num_ranks)
         self._has_limit = options.memory.limit is not None
+        self.counted: CountedPlans | None = None
+        self.unplanned = ""  # why what is open is as usual
+        options, self.settings, self.layout = self._settled(options, num_ranks)  # the layout is of the next step
         self._recomputes = options.memory.recompute != "none"
-        self.settings = StepSettings(options, num_ranks, self.family.default_slices, self.family.compiled)
 
         # 3. The stages of this process, and their parameters.
-        self.layout = self.family.lay_out(self.settings.schedule, self.settings.slices)  # of the next step
         self.stages: Mapping[int, PipelineStage]
         self.tensor_parallel: TensorParallel | None
         with watchdog_paused("loading the model", uses_disk=True):
@@ -105,7 +116,8 @@ class PipelineRuntime:
         num_frozen = count_frozen(self.stages, self.ranks, self.layout.order)
         # Their backwards are left out, but not where "auto" measures them, nor of a schedule whose messages are given,
         # nor where gradients go past stages.
-        keeps_all = self.settings.reorders or self.layout.order.is_lowered or self.layout.spreads_embedding
+        is_timed = self.settings.reorders and not self.settings.is_counted
+        keeps_all = is_timed or self.layout.order.is_lowered or self.layout.spreads_embedding
         if self.family.leaves_out_frozen and not keeps_all:
             self.layout = replace(self.layout, num_frozen_stages=num_frozen)
         self._laid_out = lru_cache(_MOST_LAYOUTS)(partial(_with_order, self.layout))
@@ -162,6 +174,31 @@ class PipelineRuntime:
         options = with_plan(options, self.plan)
         self.family.adopt(options)
         return options
+
+    def _settled(self, options: PipelineOptions, num_ranks: int) -> tuple[PipelineOptions, StepSettings, StageLayout]:
+        """Returns the options with the stages of a plan by counted operations where some of it is open, the settings of
+        the next step, and the layout; as usual where no plan can be made. Collective."""
+        if num_ranks > 1 and is_counted(options):
+            try:
+                with watchdog_paused("planning by counted operations"):
+                    self.counted = self.family.counted_plans(options, num_ranks)
+                    stages = self.counted.plan_stages()
+                return self._laid_out_by(with_stages(options, stages), num_ranks)
+            except SlipstreamError as error:
+                self.counted, self.unplanned = None, str(error)
+        return self._laid_out_by(with_usual(options), num_ranks)
+
+    def _laid_out_by(
+        self, options: PipelineOptions, num_ranks: int
+    ) -> tuple[PipelineOptions, StepSettings, StageLayout]:
+        self.family.adopt(options)
+        is_counted_here = self.counted is not None
+        settings = StepSettings(
+            options, num_ranks, self.family.default_slices, self.family.compiled, is_counted=is_counted_here
+        )
+        if self.counted is not None:
+            self.counted.begin(settings)
+        return options, settings, self.family.lay_out(settings.schedule, settings.slices)
 
     def _connected(self) -> Transport:
         """Returns the transport between the ranks. Collective."""
@@ -262,7 +299,11 @@ class PipelineRuntime:
 
         with watchdog_paused("planning the first step"):
             most_rows = max(microbatch.num_sequences for microbatch in planned.microbatches)
-            self._first_steps.begin(sum(planned.microbatches[0].slices), most_rows, holds)
+            length = sum(planned.microbatches[0].slices)
+            if self.counted is not None and not self._has_limit:
+                self.counted.plan_rows(self.settings, length, most_rows)
+            else:
+                self._first_steps.begin(length, most_rows, holds)
         return self._plan(whole)
 
     def _plan(self, whole: Batch, given: StepPlan | None = None) -> ExecutedStep:
@@ -476,6 +517,8 @@ class PipelineRuntime:
         measured beside the model. Collective."""
         if self._given_rates is not None:
             return self._given_rates.of_rows(num_rows)
+        if self.counted is not None:
+            return self.counted.rates(length, num_rows)
         return self.family.measured_rates(self.layout, length, num_rows, _log.info)
 
     def _plan_step(self, lengths: Sequence[int]) -> StepPlan:

@@ -11,7 +11,17 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from slipstream.cost import SHIPPED, Cluster, Device, LinkKind, load_cluster
+from slipstream.cost import (
+    ASSUMED_EFFICIENCY,
+    CPU_LINK,
+    CPU_RATES,
+    GPU_LINK,
+    GPU_RATES,
+    SHIPPED,
+    Cluster,
+    Device,
+    load_cluster,
+)
 from slipstream.errors import SlipstreamError
 from slipstream.extras.first_config.data import DataSizes
 from slipstream.options import Memory, Record, Runtime
@@ -204,12 +214,6 @@ def _halves(number: int) -> Iterator[int]:
 
 
 _MOST_CORES = 8  # beyond which they share the memory's bandwidth more than they help
-# Assumed where a description has none; a run measures its own costs before its first step.
-_EFFICIENCY = 0.9
-_CPU_RATES: dict[str, Any] = {"memory_bandwidth": 10e9, "kernel_seconds": 5e-6, "action_seconds": 5e-4}
-_GPU_RATES: dict[str, Any] = {"memory_bandwidth": 500e9, "kernel_seconds": 5e-6, "action_seconds": 5e-4}
-_CPU_LINK = LinkKind(bandwidth=2e9, latency=1e-4)
-_GPU_LINK = LinkKind(bandwidth=25e9, latency=1e-5)
 
 
 def this_machine() -> Cluster:
@@ -230,8 +234,8 @@ def _gpus(number: int) -> Cluster:
             device = replace(shipped.device, memory=memory)
             return replace(shipped, name=f"{number} of {name}", num_nodes=1, devices_per_node=number, device=device)
     measured = measure_peak(torch.device("cuda"), getattr(torch, kind)).flops
-    device = Device(name, {kind: measured}, memory, matmul_efficiency=_EFFICIENCY, **_GPU_RATES)
-    return Cluster(f"{number} of {name}", device, 1, number, _GPU_LINK, _GPU_LINK)
+    device = Device(name, {kind: measured}, memory, matmul_efficiency=ASSUMED_EFFICIENCY, **GPU_RATES)
+    return Cluster(f"{number} of {name}", device, 1, number, GPU_LINK, GPU_LINK)
 
 
 def _cores() -> Cluster:
@@ -241,8 +245,8 @@ def _cores() -> Cluster:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / cores
     with _one_thread():
         measured = measure_peak(torch.device("cpu"), torch.float32).flops
-    device = Device("CPU core", {"float32": measured}, memory, matmul_efficiency=_EFFICIENCY, **_CPU_RATES)
-    return Cluster(f"{cores} CPU {'core' if cores == 1 else 'cores'}", device, 1, cores, _CPU_LINK, _CPU_LINK)
+    device = Device("CPU core", {"float32": measured}, memory, matmul_efficiency=ASSUMED_EFFICIENCY, **CPU_RATES)
+    return Cluster(f"{cores} CPU {'core' if cores == 1 else 'cores'}", device, 1, cores, CPU_LINK, CPU_LINK)
 
 
 @contextmanager

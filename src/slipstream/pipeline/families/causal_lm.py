@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property
 from math import inf
 from typing import Never
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+from slipstream.cost import AnalyticSource, typical_cluster
 from slipstream.errors import SlipstreamError
 from slipstream.model import (
     IGNORED,
@@ -42,7 +43,7 @@ from slipstream.model import (
     torch_dtype,
 )
 from slipstream.model.hooks import TokenSlice
-from slipstream.number_format import AUTOCAST
+from slipstream.number_format import AUTOCAST, BFLOAT16
 from slipstream.parallel import Ranks, SharedStages, check_sharing, check_tensor_parallel
 from slipstream.parallel.tensor import TensorParallel, vocabulary_cross_entropy, vocabulary_token_losses
 from slipstream.pipeline.batch import Batch, places
@@ -70,11 +71,19 @@ from slipstream.pipeline.loss_sequences import (
     with_sequences,
 )
 from slipstream.pipeline.pipeline_options import ExpectedBatch, PipelineOptions, SequenceLoss
-from slipstream.pipeline.planning import StartRequest, is_free, measure_rates, plan_start
+from slipstream.pipeline.planning import (
+    NOMINAL_LENGTH,
+    CountedPlans,
+    StartRequest,
+    is_free,
+    measure_rates,
+    plan_start,
+)
 from slipstream.pipeline.token_values import LABELS
 from slipstream.pipeline.weight_source import WeightSource
-from slipstream.planner.joint import JointPlan, Vocabulary
+from slipstream.planner.joint import JointPlan, JointProblem, Vocabulary
 from slipstream.planner.ragged import StageRates
+from slipstream.profile import count_model
 from slipstream.schedule import Schedule, SlicedMicrobatch
 
 # Entries of configurations that are the token id in whose place a model puts an image, a sound or a video.
@@ -211,6 +220,37 @@ class CausalLMFamily(ModelFamily):
         assert self._options.expected is not None
         request = self.start_request(num_ranks, self._options.expected)
         return plan_start(self.config, request, self._ranks, self._device, say)
+
+    def counted_plans(self, options: PipelineOptions, num_ranks: int) -> CountedPlans:
+        in_flush = max(1, options.num_microbatches // options.memory.num_flushes)
+        longest = int(
+            min(self._longest, max(NOMINAL_LENGTH, 0 if options.expected is None else options.expected.seq_len))
+        )
+        request = self.start_request(num_ranks, ExpectedBatch(longest, num_microbatches=in_flush))
+        degrees = options.parallel.shared_by(self._ranks.degrees)
+        stays_whole = bool(self._anatomy.kept_whole) or self._restricts_pieces
+        device = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else None
+        splits = not self.compiled and options.memory.recompute in ("none", "selective", "stage")
+
+        @cache
+        def source() -> AnalyticSource:
+            dtype = torch_dtype(BFLOAT16.name if request.dtype == AUTOCAST else request.dtype)
+            assert dtype is not None
+            count = count_model(
+                self.config, longest, dtype, self.trained, options.runtime.fused, halves=not stays_whole
+            )
+            cluster = typical_cluster(device, self._ranks.world.size * (num_ranks // self._ranks.pipeline.size))
+            return AnalyticSource(count, cluster, self.name, options.parallel.sequence_parallel, options.runtime.fused)
+
+        def problem(length: int, num_rows: int) -> JointProblem:
+            asked = replace(request, seq_len=length, microbatch_size=num_rows)
+            shared = source().by_bytes(degrees, is_whole=False)
+            return replace(asked.problem(source().costs(shared, num_rows), length), split=splits)
+
+        return CountedPlans(options, num_ranks, self._ranks, problem, longest)
+
+    def completed(self, options: PipelineOptions) -> PipelineOptions:
+        return options.measured()
 
     def measured_rates(
         self, layout: StageLayout, length: int, num_rows: int, say: Callable[[str], None]

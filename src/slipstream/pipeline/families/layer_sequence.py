@@ -38,7 +38,7 @@ from slipstream.pipeline.families.sequence_costs import (
 from slipstream.pipeline.families.stage_layout import StageLayout, check_lengths, given_counts
 from slipstream.pipeline.loss_sequences import NO_FUNCTION_OF_VALUES
 from slipstream.pipeline.pipeline_options import PipelineOptions, SequenceLoss
-from slipstream.pipeline.planning import is_free
+from slipstream.pipeline.planning import CountedPlans, is_free
 from slipstream.pipeline.token_values import DOCUMENTS, INPUTS, LABELS, POSITIONS
 from slipstream.planner.joint import JointPlan, JointProblem, find_joint_plan, granularity_for
 from slipstream.planner.partition import partition_layers
@@ -140,6 +140,9 @@ class SequenceFamily(ModelFamily):
 
         found: JointPlan = self._ranks.run_on_leader(lambda: of_layers(find_joint_plan(problem)))
         return found, None
+
+    def counted_plans(self, options: PipelineOptions, num_ranks: int) -> CountedPlans:
+        raise SlipstreamError("not yet")
 
     def _may_end_at(self, place: int) -> bool:
         """Returns whether a stage may end before this layer: not between layers that share a weight or a tensor."""

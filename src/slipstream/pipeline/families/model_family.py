@@ -17,6 +17,7 @@ from slipstream.pipeline.cut_batch import SplitBatch
 from slipstream.pipeline.execution.losses import Losses, OutputForms
 from slipstream.pipeline.families.stage_layout import StageLayout
 from slipstream.pipeline.pipeline_options import PipelineOptions
+from slipstream.pipeline.planning import CountedPlans
 from slipstream.planner.joint import JointPlan
 from slipstream.planner.ragged import StageRates
 from slipstream.schedule import Schedule, SlicedMicrobatch
@@ -61,6 +62,17 @@ class ModelFamily(ABC):
     @abstractmethod
     def plan(self, num_ranks: int, say: Callable[[str], None]) -> tuple[JointPlan, StageRates | None]:
         """Returns the plan of schedule, slices and partition, and its stages' rates. Collective."""
+
+    @abstractmethod
+    def counted_plans(self, options: PipelineOptions, num_ranks: int) -> CountedPlans:
+        """Returns the plans of what the options leave open, by counted operations. Collective.
+
+        Raises SlipstreamError where these can't be known.
+        """
+
+    def completed(self, options: PipelineOptions) -> PipelineOptions:
+        """Returns the options in which all that is open beside "auto" is found as that is."""
+        return options
 
     def adopt(self, options: PipelineOptions) -> None:
         """Lays out and makes stages by these options from now on: those given, with a plan's choices."""

@@ -1,5 +1,13 @@
-"""The plans of "auto": before the first step, or once the steps that ran have shown their costs."""
+"""The plans of what is "auto" or left open: from measured costs, from the steps that ran, or from counted operations."""
 
+from slipstream.pipeline.planning.counted_plans import (
+    NOMINAL_LENGTH,
+    CountedPlans,
+    counted_text,
+    is_counted,
+    with_stages,
+    with_usual,
+)
 from slipstream.pipeline.planning.first_steps import FirstSteps, HeldBytes
 from slipstream.pipeline.planning.plan_before_training import (
     StartRequest,

@@ -328,7 +328,10 @@ def is_free(options: PipelineOptions, *slices: object) -> bool:
     LM needs seq_len.
     """
     memory = options.memory
-    plain = (memory.recompute, memory.offload, memory.num_flushes) == ("none", 0, 1) and options.stages_per_rank == 1
+    if not slices:
+        options = options.measured()
+    plain = (memory.recompute, memory.offload, memory.num_flushes) == ("none", 0, 1)
+    plain = plain and options.stages_per_rank in (None, 1)
     auto = (options.schedule, options.partition) == ("auto", "auto") and options.slices in (slices or ("auto",))
     knows = options.layers.example is not None and options.layers.costs is None if slices else bool(options.seq_len)
     return auto and plain and knows

@@ -8,6 +8,7 @@ from slipstream.cost import partition_of
 from slipstream.errors import SlipstreamError
 from slipstream.pipeline.cut_batch import even_microbatches
 from slipstream.pipeline.pipeline_options import PipelineOptions
+from slipstream.pipeline.planning.counted_plans import ROW_EFFORT, with_usual
 from slipstream.planner.joint import Given, JointProblem, granularity_for
 from slipstream.planner.ragged import StageRates, StepPlan, StepProblem
 from slipstream.schedule import (
@@ -38,10 +39,17 @@ class StepSettings:
     """
 
     def __init__(
-        self, options: PipelineOptions, num_ranks: int, default_slices: int = 1, compiled: Sequence[str] = ()
+        self,
+        options: PipelineOptions,
+        num_ranks: int,
+        default_slices: int = 1,
+        compiled: Sequence[str] = (),
+        is_counted: bool = False,
     ) -> None:
         """`default_slices` is their number where the options have none; `compiled` names modules whose backward is one
-        piece, so that none is split."""
+        piece, so that none is split; `is_counted` is whether what is open is planned by counted operations, without
+        measuring."""
+        options = with_usual(options)
         schedule, slices = options.schedule, default_slices if options.slices is None else options.slices
         num_flushes, self._given = options.memory.num_flushes, options.given_microbatches
         counts = [len(microbatch.slices) for microbatch in self._given]
@@ -50,6 +58,7 @@ class StepSettings:
         self.reorders, self._reslices = schedule in AUTOMATIC, slices == "auto"
         self.is_open = self.reorders or self._reslices
         """Whether the order or the slices are to be found."""
+        self.is_counted = is_counted
         self.recompute = options.memory.recompute
         # Whether backwards may be split: W would hold all that layers or segments recompute.
         self.splits = not compiled and options.memory.recompute in ("none", "selective", "stage")
@@ -107,7 +116,7 @@ class StepSettings:
             num_microbatches=self._num_in_flush,
             granularity=granularity_for(length),
             split=self.splits,
-            effort=_EFFORT,
+            effort=(ROW_EFFORT if self.is_counted else 1.0) * _EFFORT,
             given=given,
         )
 
@@ -158,8 +167,8 @@ class StepSettings:
         if self._given:
             check_microbatches(self._given, num_rows, length)
             return [*self._given]
-        if self._reslices and not self.is_planned and length < self._count:
-            self.run(self._named(self._num_in_flush, length), (1,) * length)
+        if self._reslices and length < self._count and (self.is_counted or not self.is_planned):
+            self.run(self._named(self._num_in_flush, length), (1,) * length, self.is_planned)
         asked = num_rows, length, self.schedule.num_microbatches, self.slices
         if asked != self._asked:
             self._asked = asked
@@ -174,7 +183,7 @@ class StepSettings:
         """
         self._check_lengths_may_differ(is_planned=True)
         num_slices = None if self.is_given or self._reslices else self._count
-        is_free = num_slices is None and self._num_microbatches == 1
+        is_free = num_slices is None and self._num_microbatches == 1 and not self.is_counted
         return StepProblem(
             lengths=lengths,
             placement=self.schedule.placement,
@@ -217,9 +226,10 @@ class StepSettings:
 
     def _check_lengths_may_differ(self, is_planned: bool = False) -> None:
         searched = {"schedule='auto'": self.reorders, "slices='auto'": self._reslices}
-        wrong = {"microbatches=...": bool(self._given)} | ({} if is_planned else searched)
+        may_differ = is_planned or self.is_counted
+        wrong = {"microbatches=...": bool(self._given)} | ({} if may_differ else searched)
         wrong["memory.num_flushes"] = self._num_flushes > 1
-        wrong["slices=[...]"] = not self.is_given and not isinstance(self.slices, int)
+        wrong["slices=[...]"] = not self.is_given and not self._reslices and not isinstance(self.slices, int)
         for setting in filter(wrong.get, wrong):
             raise SlipstreamError(
                 f"{setting} with sequences of different lengths: it is for rows of one length. Give the schedule by "

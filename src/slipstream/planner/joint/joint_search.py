@@ -59,6 +59,7 @@ def allowed_placements(problem: JointProblem) -> list[tuple[int, ...]]:
         for placement in choices
         if len(placement) <= problem.num_units
         and rounds in (None, placement.count(0))
+        and not (given.whole_rounds and len(placement) % problem.num_ranks)
         and (given.partition is None or len(placement) == len(given.partition))
     ]
     if not fitting:

@@ -30,6 +30,7 @@ class Given:
         partition: layers of each stage, in halves where layers can be cut.
         slices: tokens of each slice.
         recompute: the recomputation. None: none, or what the memory limit asks for.
+        whole_rounds: whether all ranks have as many stages, as schedules that have names place them.
     """
 
     schedule: str | Schedule | None = None
@@ -38,6 +39,7 @@ class Given:
     partition: tuple[float, ...] | None = None
     slices: tuple[int, ...] | None = None
     recompute: str | None = None
+    whole_rounds: bool = False
 
 
 NOTHING_GIVEN = Given()

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,7 +26,7 @@ import torch
 from transformers import PretrainedConfig
 
 from slipstream.atomic_files import cache_folder, keep_measured, read_kept
-from slipstream.cost import SHIPPED, AttentionCall, ModelCount, PartCount, load_cluster
+from slipstream.cost import AttentionCall, ModelCount, PartCount, clusters_named
 from slipstream.model import ALL_WEIGHTS, HalfLayer, LayerHalf, LayerRange, ModelEnd, TrainedWeights
 from slipstream.pipeline import StageLayout
 from slipstream.profile import count_model, identify_hardware, seconds_of
@@ -252,8 +251,6 @@ def _repeated(
 _SIZES = {"cpu": 1024, "cuda": 8192}  # rows of the square matrices
 _SECONDS, _AGAIN = 0.5, 0.05  # of measuring: the first time on some hardware, and later
 _MOST_PRODUCTS = 50
-# Words in the names of devices that are slower than the SXM modules in the descriptions of clusters.
-_LESSER = frozenset({"pcie", "nvl", "mig", "laptop", "d"})
 
 
 @dataclass(frozen=True)
@@ -281,12 +278,9 @@ def peak_by_name(name: str, dtype: torch.dtype) -> DevicePeak | None:
     """Returns the peak that the descriptions give for a device, named as CUDA does; None where they have none."""
     if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
         return None  # float32 products then run as TensorFloat-32 or bfloat16, which the descriptions don't have
-    words = set(_words(name))
     kind = str(dtype).removeprefix("torch.")
-    for device in (load_cluster(shipped).device for shipped in SHIPPED):
-        described = _words(device.name)
-        model = next(word for word in described if re.search(r"\d{2}", word))  # `h100` of NVIDIA H100-SXM5-80GB
-        if model in words and words & _LESSER == {*described} & _LESSER and kind in device.flops:
+    for device in (cluster.device for cluster in clusters_named(name)):
+        if kind in device.flops:
             return DevicePeak(device.flops[kind], f"data sheet of {device.name}, {kind}")
     return None
 
@@ -317,7 +311,3 @@ def measure_peak(device: torch.device, dtype: torch.dtype) -> DevicePeak:
     if flops > kept:
         keep_measured(file, {**read_kept(file), key: flops})
     return DevicePeak(max(flops, kept), f"measured: {n} x {n} by {n} x {n}, {kind}, on this {device.type}")
-
-
-def _words(name: str) -> list[str]:
-    return re.split(r"[\s\-]+", name.lower())

@@ -1,0 +1,292 @@
+"""The plans of what nobody gives: order, slices, cut and stages a rank by counted operations.
+
+They are found in about a second and nothing is measured, so that every run of the same model on the same kind of
+devices has the same plan. Stages are planned when the Pipeline is made; the order and the slices again with the first
+batch, where its rows are longer or more than were planned for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from slipstream.errors import SlipstreamError
+from slipstream.parallel import Ranks
+from slipstream.pipeline.pipeline_options import PipelineOptions
+from slipstream.planner.joint import (
+    Given,
+    JointPlan,
+    JointProblem,
+    OutOfMemoryError,
+    Tabulated,
+    find_joint_plan,
+    granularity_for,
+)
+from slipstream.planner.ragged import StageRates, fit_rates
+from slipstream.schedule import AUTOMATIC, SCHEDULES, Schedule, slice_lengths
+from slipstream.units import numbers_text, plural
+
+if TYPE_CHECKING:
+    from slipstream.pipeline.planning.step_settings import StepSettings
+
+NOMINAL_LENGTH = 4096
+"""The tokens of a sequence for which stages are cut where nobody says how long rows are, or as many as the model takes:
+so many are usual in training, and twice or half as many move few layers."""
+USUAL_SCHEDULE, USUAL_SLICES = "1f1b", 8
+"""The order, and the most slices of a causal LM, where nothing is planned; their memory is what a plan may hold."""
+_MORE_MEMORY = 1.25  # times the usual plan's: faster orders hold more, and any number of microbatches at worst
+_MOST_PLACES, _MULTIPLE = 48, 64  # places to cut a sequence; tokens between them, of long ones a multiple
+_MOST_SLICES = 16
+_EFFORT, _MOST_EFFORT = 9e4, 5e5  # of the search: for each microbatch on each rank, and at most
+# With more microbatches for each rank, ranks seldom wait: the orders that have names are as good, and soon compared.
+_MANY = 4
+_NAMED = ("1f1b", "zb-v", "interleaved-1f1b")  # the last where the others have other stages
+_RECOMPUTED = ("none", "full", "stage", "stage+full")  # whose times are known
+ROW_EFFORT = 0.05  # of a measured row plan's
+
+Problem = Callable[[int, int], JointProblem]  # of rows of so many tokens, so many in a microbatch
+
+
+def is_counted(options: PipelineOptions) -> bool:
+    """Returns whether something is left open that counted operations decide: nothing is "auto", which is measured, and
+    neither each rank's order nor the microbatches are given. A spread head keeps the usual plan."""
+    schedule = options.schedule
+    if isinstance(schedule, Schedule) or options.is_measured or options.microbatches is not None:
+        return False
+    if options.vocabulary == "spread":
+        return False
+    may_have_several = schedule in SCHEDULES and len(SCHEDULES[schedule].stages_per_rank) > 1
+    return schedule is None or options.slices is None or (options.stages_per_rank is None and may_have_several)
+
+
+def with_usual(options: PipelineOptions) -> PipelineOptions:
+    """Returns the options with the usual order and stages a rank where these are open and no plan is made."""
+    schedule = USUAL_SCHEDULE if options.schedule is None else options.schedule
+    stages = options.stages_per_rank
+    if stages is None:
+        allowed = (2,) if schedule == "auto-v" else (1,)
+        if isinstance(schedule, str) and schedule in SCHEDULES:
+            allowed = SCHEDULES[schedule].stages_per_rank
+        stages = allowed[0]
+    return replace(options, schedule=schedule, stages_per_rank=stages)
+
+
+def with_stages(options: PipelineOptions, plan: JointPlan) -> PipelineOptions:
+    """Returns the options with the plan's stages and recomputation, in which the order and the slices that are open
+    still are."""
+    placement = plan.schedule.placement
+    num_ranks = plan.schedule.num_ranks
+    order = "auto-v" if placement[num_ranks : num_ranks + 1] == (num_ranks - 1,) and num_ranks > 1 else "auto"
+    memory = options.memory
+    if memory.recompute == "none":
+        memory = memory.model_copy(update={"recompute": plan.recompute})
+    return replace(
+        options,
+        schedule=options.schedule or order,
+        slices="auto" if options.slices is None else options.slices,
+        stages_per_rank=len(placement) // num_ranks,
+        partition=list(plan.partition),
+        memory=memory,
+    )
+
+
+class CountedPlans:
+    """The plans of one Pipeline: of its stages, made before these are, and of its rows. The leader searches, and all
+    ranks follow, as the last digits of a cost may differ between kinds of machines.
+
+    Args:
+        options: of the Pipeline, as they were given.
+        num_ranks: of the pipeline.
+        ranks: of all replicas.
+        problem: returns the search's problem, by counted costs. The leader calls it.
+        length: tokens of the rows for which stages are planned where the options say nothing.
+    """
+
+    def __init__(self, options: PipelineOptions, num_ranks: int, ranks: Ranks, problem: Problem, length: int) -> None:
+        self._options, self._num_ranks, self._ranks, self._problem = options, num_ranks, ranks, problem
+        self._knows_length, self._rows = True, (length, 1)
+        expected, slices = options.expected, options.slices
+        if not isinstance(slices, (int, str)) and slices is not None:
+            self._rows = sum(slices), 1
+        elif options.row_length is not None and expected is not None:
+            self._rows = expected.seq_len, expected.microbatch_size
+        else:
+            self._knows_length = False
+        self._plan: JointPlan | None = None
+
+    def plan_stages(self) -> JointPlan:
+        """Returns the plan of all that is open. Collective.
+
+        Raises SlipstreamError where the model's operations can't be counted, or what is given doesn't fit together.
+        """
+        length, num_rows = self._rows
+        plan: JointPlan = self._ranks.run_on_leader(lambda: self._found(length, num_rows, self._given(length)))
+        self._plan = plan
+        return plan
+
+    def begin(self, settings: StepSettings) -> None:
+        """Lets steps run as planned, where it is known how long rows are."""
+        assert self._plan is not None
+        if self._knows_length:
+            settings.run(self._order(settings, self._plan), self._plan.slices)
+
+    def plan_rows(self, settings: StepSettings, length: int, num_rows: int) -> None:
+        """Lets steps run in the order and the slices for rows of `length` tokens, `num_rows` in a microbatch, on the
+        stages that were planned. Collective; all replicas follow the leader's numbers."""
+        length, num_rows = self._ranks.broadcast((length, num_rows))
+        stages = self._plan
+        assert stages is not None
+        if self._rows != (length, num_rows):
+
+            def found() -> JointPlan:
+                placed = {"placement": stages.schedule.placement, "partition": stages.partition}
+                return self._found(length, num_rows, replace(self._given(length), **placed, recompute=stages.recompute))
+
+            self._plan, self._rows = self._ranks.run_on_leader(found), (length, num_rows)
+        assert self._plan is not None
+        self._knows_length = True
+        settings.run(self._order(settings, self._plan), self._plan.slices, is_planned=True)
+
+    def rates(self, length: int, num_rows: int) -> StageRates:
+        """Returns the rates of the stages, for rows of up to `length` tokens, `num_rows` in a microbatch.
+        Collective."""
+        plan = self._plan
+        assert plan is not None
+
+        def fitted() -> StageRates:
+            problem = self._problem(length, num_rows)
+            steps = length, length, problem.granularity
+            return fit_rates(problem.costs, plan.partition, *steps, recompute=plan.recompute)
+
+        rates: StageRates = self._ranks.run_on_leader(fitted)
+        return rates
+
+    def _order(self, settings: StepSettings, plan: JointPlan) -> Schedule:
+        """Returns the order of a flush: the plan's, or the one that is given."""
+        return plan.schedule if settings.reorders else settings.start(len(plan.slices))
+
+    def __str__(self) -> str:
+        """Returns a line about the plan."""
+        assert self._plan is not None
+        return counted_text(self._plan, self._rows[0], not self._knows_length)
+
+    def _given(self, length: int) -> Given:
+        options = self._options
+        slices = None if options.slices is None else tuple(slice_lengths(options.slices, length))
+        setting = options.memory.recompute
+        recompute = setting if setting in _RECOMPUTED else "none"
+        may_recompute = setting == "none" and options.memory.limit is not None
+        return Given(
+            schedule=options.schedule,
+            stages_per_rank=options.stages_per_rank,
+            partition=None if isinstance(options.partition, str) else tuple(options.partition),
+            slices=slices,
+            recompute=None if may_recompute else str(recompute),
+            whole_rounds=True,
+        )
+
+    def _found(self, length: int, num_rows: int, given: Given) -> JointPlan:
+        """Returns the best plan within the memory limit, or else within a little more than the usual plan holds."""
+        problem = self._problem(length, num_rows)
+        self._check_partition(problem, given)
+        problem = replace(problem, effort=min(_MOST_EFFORT, _EFFORT * self._num_ranks * problem.num_microbatches))
+        usually = _usual(problem, given)
+        if given.slices is None:
+            problem = _with_coarse_cuts(problem)
+        if problem.memory_limit is not None or problem.account is None or given.schedule is not None:
+            return self._best(problem, given)
+        usual = find_joint_plan(usually)
+        held = max(problem.account(usual.partition, usual.slices, usual.schedule, usual.recompute))
+        try:
+            best = self._best(replace(problem, memory_limit=_MORE_MEMORY * held), given)
+        except OutOfMemoryError:
+            best = None
+        is_allowed = given.placement is None and given.partition is None and given.stages_per_rank in (None, 1)
+        if is_allowed and (best is None or usual.seconds <= best.seconds):
+            return usual
+        return best or self._best(problem, given)
+
+    def _check_partition(self, problem: JointProblem, given: Given) -> None:
+        """Raises SlipstreamError for a given cut of another number of layers, or stages; its own message follows."""
+        cut = given.partition
+        if cut is not None and (sum(cut) != problem.costs.num_layers or len(cut) % self._num_ranks):
+            raise SlipstreamError(f"partition={[*cut]} doesn't fit the model or the ranks.")
+
+    def _best(self, problem: JointProblem, given: Given) -> JointPlan:
+        most = _MANY * self._num_ranks
+        if problem.num_microbatches <= most:
+            return find_joint_plan(replace(problem, given=given))
+        few = replace(problem, num_microbatches=most)
+        plans = [*_named_plans(few, given)]
+        if not plans:
+            raise OutOfMemoryError("none of the orders that have names fits.")
+        _, name, best = min(plans, key=lambda named: named[0])
+        whole = replace(
+            given, schedule=name, placement=best.schedule.placement, partition=best.partition, slices=best.slices
+        )
+        return find_joint_plan(replace(problem, given=whole))
+
+
+def _named_plans(problem: JointProblem, given: Given) -> Iterator[tuple[float, str, JointPlan]]:
+    """Yields the best plan of each order that has a name and the stages that are given, or of the given order."""
+    names = _NAMED if given.schedule is None else (given.schedule,)
+    found = False
+    for name in names:
+        if found and name == _NAMED[-1]:
+            return
+        with suppress(SlipstreamError):  # other stages, or no room
+            plan = find_joint_plan(replace(problem, given=_placed(problem, replace(given, schedule=name))))
+            found = True
+            yield plan.seconds, str(name), plan
+
+
+def _placed(problem: JointProblem, given: Given) -> Given:
+    """Returns what is given with the number of stages in place of the placement, by which an order's name is looked
+    up: a placement that isn't the name's is refused."""
+    if given.placement is None:
+        return given
+    stages = len(given.placement) // problem.num_ranks
+    placed = replace(given, placement=None, stages_per_rank=stages)
+    order = replace(problem, given=placed).order(given.placement, 1)
+    if order is None or order.placement != given.placement:
+        raise SlipstreamError(f"the schedule {given.schedule!r} has other stages.")
+    return placed
+
+
+def _usual(problem: JointProblem, given: Given) -> JointProblem:
+    """Returns the problem in which all but the cut is as usual."""
+    slices = given.slices or tuple(slice_lengths(min(USUAL_SLICES, problem.slice_counts[-1]), problem.seq_len))
+    return replace(problem, given=Given(schedule=USUAL_SCHEDULE, slices=slices, recompute=given.recompute))
+
+
+def _with_coarse_cuts(problem: JointProblem) -> JointProblem:
+    """Returns the problem with few places to cut, between which all times are looked up."""
+    step = granularity_for(problem.seq_len)
+    if problem.seq_len > _MOST_PLACES * step:
+        step = -(-problem.seq_len // (_MOST_PLACES * _MULTIPLE)) * _MULTIPLE
+    costs = Tabulated(problem.costs, problem.seq_len, step)
+    return replace(problem, costs=costs, granularity=step, most_slices=_MOST_SLICES)
+
+
+def counted_text(plan: JointPlan, length: int, order_follows: bool) -> str:
+    """Returns the line about a plan by counted operations, for rows of `length` tokens."""
+    schedule = plan.schedule
+    stages = f"{plural(len(plan.partition), 'stage')} of {numbers_text(plan.partition, ' ')} layers"
+    if order_follows:
+        what = f"{stages}, for sequences of {length} tokens; order and slices with the first batch"
+    else:
+        what = f"{_order_name(schedule)} order on {stages}, {_slices_text(plan.slices)}"
+    return f'planned by counted operations: {what}; say schedule="auto" to measure'
+
+
+def _order_name(schedule: Schedule) -> str:
+    return "a searched" if schedule.name in AUTOMATIC else f"the {schedule.name}"
+
+
+def _slices_text(slices: Sequence[int]) -> str:
+    if len(slices) == 1:
+        return "whole sequences"
+    lengths = f"{slices[0]}" if len(set(slices)) == 1 else f"{max(slices)} to {min(slices)}"
+    return f"{plural(len(slices), 'slice')} of {lengths} tokens"
