@@ -114,6 +114,12 @@ class PipelineFacts:
         return self._runtime.plan
 
     @property
+    def how_planned(self) -> str:
+        """How what nobody gave was planned without measuring, or why it wasn't, in a line; "" where all was given or
+        "auto"."""
+        return _plan(self._runtime)
+
+    @property
     def rates(self) -> StageRates | None:
         """The stages' rates, by which steps on sequences of different lengths are planned: in seconds where it was
         measured, else in multiplications. None for an nn.Sequential."""
@@ -122,7 +128,13 @@ class PipelineFacts:
     @property
     def is_tuning(self) -> bool:
         """Whether "auto" is still to be planned: the next step may run in another order or in other slices."""
-        return self._runtime.settings.is_tuning
+        settings = self._runtime.settings
+        return settings.is_tuning and not settings.is_counted
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether what nobody gave was planned by counted operations."""
+        return self._runtime.counted is not None
 
     @property
     def layout(self) -> StageLayout:

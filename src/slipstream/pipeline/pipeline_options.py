@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from slipstream.errors import SlipstreamError
 from slipstream.options import Layers, Memory, Parallelism, Precision, Runtime, check_records
-from slipstream.schedule import AUTOMATIC, Schedule, SlicedMicrobatch, given_microbatches
+from slipstream.schedule import AUTOMATIC, Schedule, SlicedMicrobatch, fewest_stages, given_microbatches
 
 ROUTER_LOSSES = ("none", "per_layer")
 VOCABULARIES = ("auto", "whole", "spread")  # where the rows of the head are
@@ -137,7 +137,7 @@ class PipelineOptions:
         if not self.is_measured:
             return self
         schedule = "auto" if self.schedule is None else self.schedule
-        stages = (2 if schedule == "auto-v" else 1) if self.stages_per_rank is None else self.stages_per_rank
+        stages = fewest_stages(schedule) if self.stages_per_rank is None else self.stages_per_rank
         slices = "auto" if self.slices is None and not isinstance(schedule, Schedule) else self.slices
         return replace(self, schedule=schedule, slices=slices, stages_per_rank=stages)
 

@@ -14,9 +14,12 @@ from slipstream.schedule.far_messages import (
 from slipstream.schedule.generators import (
     AUTOMATIC,
     SCHEDULES,
+    USUAL_SCHEDULE,
+    USUAL_SLICES,
     ScheduleKind,
     breadth_first,
     check_name,
+    fewest_stages,
     gpipe,
     interleaved_one_f_one_b,
     make_schedule,

@@ -561,8 +561,18 @@ SCHEDULES: dict[str, ScheduleKind] = {
 }
 """Every schedule that has a name: `2 in SCHEDULES["zb-v"].stages_per_rank`."""
 
+USUAL_SCHEDULE, USUAL_SLICES = "1f1b", 8
+"""The order, and the slices of a causal LM's sequence, where nobody gives them and nothing is planned."""
+
 AUTOMATIC = ("auto", "auto-v")
 """The names of orders that a `Pipeline` searches itself: in the looped placement, and in the V-shaped one."""
+
+
+def fewest_stages(name: str | Schedule | None) -> int:
+    """Returns the least number of stages on a rank of an order by its name."""
+    if name == "auto-v":
+        return 2
+    return SCHEDULES[name].stages_per_rank[0] if isinstance(name, str) and name in SCHEDULES else 1
 
 
 def placed_as(name: str, stages_per_rank: int) -> str:

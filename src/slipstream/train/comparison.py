@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from slipstream.launch import reported_to_the_launcher
 from slipstream.model import find_frozen, freeze, trust_remote_code, whole_pretrained_model
 from slipstream.pipeline import Pipeline
+from slipstream.schedule import USUAL_SLICES
 from slipstream.train.config import Config, load_config
 from slipstream.train.configured_pipeline import RunModel, make_pipeline, source_of
 from slipstream.train.data import TrainingSequences, load_texts, sequences_of
@@ -76,7 +77,9 @@ def measure(config: Config) -> dict[str, float]:
     ways: dict[str, Callable[[], Any]] = {
         "unsliced, by transformers": lambda: UnslicedModel(config, device, model),
         "unsliced": lambda: make_pipeline(config, device, source, slices=1, **alone),
-        "sliced": lambda: make_pipeline(config, device, source, slices=8 if slices == "auto" else slices, **alone),
+        "sliced": lambda: make_pipeline(
+            config, device, source, slices=USUAL_SLICES if slices in (None, "auto") else slices, **alone
+        ),
     }
     texts = load_texts(config.folder.inputs, "train")
     sequences = sequences_of(texts, "fixed", config.training.seq_len, config.training.seed, config.data.weights)

@@ -65,7 +65,7 @@ def _num_microbatches(config: Config, replicas: int) -> int:
     pipeline = config.pipeline
     rows = config.training.batch_size
     configured = pipeline.num_microbatches
-    if config.training.batch_tokens is not None or pipeline.schedule.endswith(".txt"):
+    if config.training.batch_tokens is not None or pipeline.names_file:
         return configured
     most = -(-rows // replicas)
     wanted = -(-most * configured * config.parallel.data // rows)
@@ -77,7 +77,7 @@ def described_change(
     config: Config,
     facts: Mapping[str, Any],
     mesh: Mapping[str, int],
-    slices: Sequence[int] | int | str,
+    slices: Sequence[int] | int | str | None,
     steps: Sequence[str],
 ) -> str:
     """Returns a table of the changes since the checkpoint with these facts, if its mesh was; "" if it wasn't.

@@ -1,7 +1,8 @@
-"""The plan of a run whose configuration names no schedule, slices or partition: asked for, written down, found again.
+"""The plan of what a run's configuration leaves open: asked for, written down, found again.
 
-The Pipeline makes it. Rows of one length run the plan. For documents of any length it has the cut and its stages'
-rates, by which each step is then planned.
+The Pipeline makes it: from measured costs where no schedule, slices, partition or stages a rank are named, else by
+counted operations. Rows of one length run the plan. For documents of any length it has the cut and, where measured, its
+stages' rates, by which each step is then planned.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from slipstream.checkpoint import SavedCheckpoint
 from slipstream.launch import Progress
 from slipstream.number_format import PRECISIONS
 from slipstream.options import Degrees
-from slipstream.pipeline import ExpectedBatch, Pipeline, PipelineOptions, is_free
+from slipstream.pipeline import ExpectedBatch, Pipeline, PipelineOptions, is_counted, is_free
 from slipstream.planner.joint import JointPlan, granularity_for
 from slipstream.planner.ragged import StageRates
 from slipstream.planning.plan_file import partition_setting, plan_text, rounded
-from slipstream.schedule import AUTOMATIC, Schedule, make_schedule, placed_as
+from slipstream.schedule import AUTOMATIC, SCHEDULES, USUAL_SCHEDULE, Schedule, make_schedule, placed_as
 from slipstream.train.config import DECIDED_BY_PLAN, Config
 from slipstream.train.data import BatchSize, TrainingSequences
 from slipstream.train.device_choice import memory_of_a_rank
@@ -48,10 +49,14 @@ def plan_obstacle(config: Config) -> str:
     are, them = ("is", "it") if len(names) == 1 else ("are", "them")
     instead = "plans each step by multiplications, not by measured times"
     if not by_step:
-        instead = "plans nothing before its first step"
+        instead = "measures nothing before its first step"
+    choices = "schedule", "slices", "partition", "stages_per_rank"
+    settings = ", ".join(f"{name}={value}" for name in choices if (value := getattr(pipeline, name)) is not None)
+    open_ones = [name for name in choices if getattr(pipeline, name) is None]
+    counted = f"; {', '.join(open_ones)} by counted operations" if is_counted_open(config) else ""
     return (
-        f"{' and '.join(names)} {are} given, so the run {instead}: schedule="
-        f"{pipeline.schedule}, slices={pipeline.slices}, partition={pipeline.partition}. Leave {them} out for a plan."
+        f"{' and '.join(names)} {are} given, so the run {instead}: {settings}{counted}. Leave {them} out for a plan "
+        "from measured costs."
     )
 
 
@@ -59,6 +64,11 @@ def is_open(config: Config) -> bool:
     """Returns whether everything that a plan decides is left to it; documents of any length don't say how long."""
     options = PipelineOptions(**config.pipeline_options() | {"seq_len": config.training.seq_len})
     return is_free(options)
+
+
+def is_counted_open(config: Config) -> bool:
+    """Returns whether something is left open that the Pipeline plans by counted operations."""
+    return config.pipeline.num_ranks > 1 and is_counted(PipelineOptions(**config.pipeline_options()))
 
 
 def start_settings(run: RunContext, sequences: TrainingSequences, saved: SavedCheckpoint | None) -> dict[str, Any]:
@@ -69,7 +79,10 @@ def start_settings(run: RunContext, sequences: TrainingSequences, saved: SavedCh
     if chosen is not None and (settings := chosen_settings(config, chosen)):
         return settings
     if not is_open(config):
-        return {}
+        if not is_counted_open(config):
+            return {}
+        given_before = {} if saved is None else _given_before(config, saved.facts)
+        return given_before or {"seq_len": expected_batch(config, sequences, run.progress)}
     if saved is not None and chosen is None and sequences.packing == "none":
         run.progress.warn("the checkpoint has no measured costs, so steps are planned by multiplications")
         return {}
@@ -84,6 +97,16 @@ def _chosen_before(config: Config, facts: Mapping[str, Any]) -> Mapping[str, Any
     return chosen if sorted(frozen) == sorted(config.model.freeze) else None
 
 
+def _given_before(config: Config, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what is open now and was settled in a checkpoint's configuration: by the defaults of an earlier version,
+    1f1b in 8 slices, where it was open too. Nothing where it was planned."""
+    before, now = facts["settings"]["pipeline"], config.pipeline
+    if facts["mesh"].get("pp") != now.num_ranks:
+        return {}
+    settled = "schedule", "slices", "stages_per_rank"
+    return {name: before[name] for name in settled if getattr(now, name) is None and before[name] is not None}
+
+
 def chosen_settings(config: Config, chosen: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the choices, as `make_pipeline` takes them, where the configuration leaves them open; nothing where the
     run has other ranks, stages, microbatches or sequences now."""
@@ -91,6 +114,8 @@ def chosen_settings(config: Config, chosen: Mapping[str, Any]) -> dict[str, Any]
     memory = config.memory
     schedule = Schedule.parse(chosen["schedule"])
     rates = chosen.get("rates")
+    if rates is None and config.data.packing == "none" and is_counted_open(config):
+        return _counted_stages(config, chosen, schedule)
     if (rates is None) != (config.data.packing == "fixed"):
         return {}
     counts = pipeline.num_microbatches, config.training.seq_len
@@ -107,23 +132,60 @@ def chosen_settings(config: Config, chosen: Mapping[str, Any]) -> dict[str, Any]
         if now.exchange == "auto" and before._replace(exchange="auto") == now:
             settings["parallel"] = config.parallel.exchanging(before.exchange)
         return settings | {"memory": memory} if schedule.num_ranks == pipeline.num_ranks else {}
-    if rates is not None or not (pipeline.schedule in AUTOMATIC or pipeline.slices == "auto"):
+    if rates is not None:
         return {}
-    name = placed_as(pipeline.schedule, pipeline.stages_per_rank)
-    placement = make_schedule(name, pipeline.num_ranks, 1, 1, pipeline.stages_per_rank).placement
+    if is_counted_open(config):
+        return _counted_settings(config, chosen, schedule)
+    if not (pipeline.schedule in AUTOMATIC or pipeline.slices == "auto"):
+        return {}
+    stages = pipeline.fewest_stages
+    name = placed_as(pipeline.schedule or USUAL_SCHEDULE, stages)
+    placement = make_schedule(name, pipeline.num_ranks, 1, 1, stages).placement
     memory = memory.model_copy(update={"num_flushes": 1})
     return settings | {"memory": memory} if schedule.placement == placement else {}
+
+
+def _counted_stages(config: Config, chosen: Mapping[str, Any], schedule: Schedule) -> dict[str, Any]:
+    """Returns the cut for documents of any length, where it is open and fits the ranks."""
+    pipeline = config.pipeline
+    stages = len(schedule.placement) // pipeline.num_ranks
+    is_open_cut = pipeline.partition == "auto" and pipeline.stages_per_rank in (None, stages)
+    if schedule.num_ranks != pipeline.num_ranks or not is_open_cut:
+        return {}
+    return {"partition": chosen["partition"], "stages_per_rank": stages}
+
+
+def _counted_settings(config: Config, chosen: Mapping[str, Any], schedule: Schedule) -> dict[str, Any]:
+    """Returns the choices of what is open, beside what is given; nothing where the two don't fit together."""
+    pipeline = config.pipeline
+    stages = len(schedule.placement) // pipeline.num_ranks
+    slices = chosen["slices"] if pipeline.slices is None else pipeline.slices
+    num_slices = slices if isinstance(slices, int) else len(slices)
+    is_other = pipeline.partition not in ("auto", chosen["partition"])
+    if schedule.num_ranks != pipeline.num_ranks or schedule.num_slices != num_slices or is_other:
+        return {}
+    if pipeline.stages_per_rank not in (None, stages):
+        return {}
+    settings: dict[str, Any] = {"slices": slices, "partition": chosen["partition"]}
+    recompute = chosen["recompute"]
+    memory = config.memory.model_copy(update={"recompute": recompute} if config.memory.recompute == "none" else {})
+    if pipeline.schedule is None:
+        return settings | {"schedule": schedule, "memory": memory.model_copy(update={"num_flushes": 1})}
+    if stages not in SCHEDULES[pipeline.schedule].stages_per_rank:
+        return {}
+    placement = make_schedule(pipeline.schedule, pipeline.num_ranks, 1, 1, stages).placement
+    return settings | {"stages_per_rank": stages, "memory": memory} if schedule.placement == placement else {}
 
 
 def chosen_facts(pipe: Pipeline, sequences: TrainingSequences, rates: StageRates | None) -> dict[str, Any] | None:
     """Returns a checkpoint's record of the plan: order, slices, layers of each stage, and recomputation.
 
-    Of documents of any length, each step of which is planned anew, it has the stages' `rates`. None where these weren't
-    measured, and while "auto" is still to plan.
+    Of documents of any length, each step of which is planned anew, it has the stages' `rates`, if these were measured.
+    None where neither rates nor stages were planned, and while "auto" is still to plan.
     """
     is_by_step = sequences.packing == "none"
     recompute = pipe.layout.recompute
-    if rates is None if is_by_step else pipe.is_tuning:
+    if rates is None and not pipe.is_counted if is_by_step else pipe.is_tuning:
         return None
     return {
         "schedule": str(pipe.order),

@@ -22,7 +22,7 @@ from slipstream.train.metrics import Reporter, StepRecord
 from slipstream.train.optimizers import make_optimizer, make_scheduler
 from slipstream.train.preferences import mean_rewards, reward_sums, with_reference_point
 from slipstream.train.preflight import simulated_ratio
-from slipstream.train.recorded_plan import record_plan, start_settings
+from slipstream.train.recorded_plan import is_counted_open, record_plan, start_settings
 from slipstream.train.reference import load_with_reference
 from slipstream.train.run_checkpoints import CheckpointedParts, RunCheckpoints
 from slipstream.train.run_context import RunContext
@@ -63,9 +63,12 @@ class Trainer:
         self._batch_size = BatchSize.of(training)
         # 2. The model: as the run planned it before, as it plans now, or as it is given.
         settings = start_settings(run, self._sequences, saved)
-        what = f"planning: what the model's parts cost, then the search; {_COMPILES}"
+        parts = "by counted operations" if is_counted_open(config) else "what the model's parts cost, then the search"
+        what = f"planning: {parts}; {_COMPILES}"
         with run.progress.waiting(what) if "seq_len" in settings else nullcontext():
             self._pipe = make_pipeline(config, run.device, run.model, **settings)
+        if line := self._pipe.how_planned:
+            run.progress.say(line)
         plan = record_plan(run, self._pipe, self._sequences)
         by_step = self._sequences.packing == "none"
         # 3. Validation data, and the optimizer.

@@ -84,7 +84,7 @@ from slipstream.pipeline.weight_source import WeightSource
 from slipstream.planner.joint import JointPlan, JointProblem, Vocabulary
 from slipstream.planner.ragged import StageRates
 from slipstream.profile import count_model
-from slipstream.schedule import Schedule, SlicedMicrobatch
+from slipstream.schedule import USUAL_SLICES, Schedule, SlicedMicrobatch
 
 # Entries of configurations that are the token id in whose place a model puts an image, a sound or a video.
 _PLACEHOLDER = re.compile(r"(image|video|audio)_token_(id|index)")
@@ -93,7 +93,7 @@ _PLACEHOLDER = re.compile(r"(image|video|audio)_token_(id|index)")
 class CausalLMFamily(ModelFamily):
     """Makes a rank's part of a causal LM: its stages, cut over the ranks that share them, and their loss."""
 
-    default_slices = 8
+    default_slices = USUAL_SLICES
     leaves_out_frozen = True
 
     def __init__(self, source: WeightSource, options: PipelineOptions, ranks: Ranks, device: torch.device) -> None:
@@ -222,11 +222,12 @@ class CausalLMFamily(ModelFamily):
         return plan_start(self.config, request, self._ranks, self._device, say)
 
     def counted_plans(self, options: PipelineOptions, num_ranks: int) -> CountedPlans:
-        in_flush = max(1, options.num_microbatches // options.memory.num_flushes)
-        longest = int(
-            min(self._longest, max(NOMINAL_LENGTH, 0 if options.expected is None else options.expected.seq_len))
-        )
-        request = self.start_request(num_ranks, ExpectedBatch(longest, num_microbatches=in_flush))
+        expected = options.expected
+        num_microbatches = (expected and expected.num_microbatches) or options.num_microbatches
+        in_flush = max(1, num_microbatches // options.memory.num_flushes)
+        longest = int(min(self._longest, max(NOMINAL_LENGTH, 0 if expected is None else expected.seq_len)))
+        dtype = None if expected is None else expected.dtype
+        request = self.start_request(num_ranks, ExpectedBatch(longest, num_microbatches=in_flush, dtype=dtype))
         degrees = options.parallel.shared_by(self._ranks.degrees)
         stays_whole = bool(self._anatomy.kept_whole) or self._restricts_pieces
         device = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else None
@@ -234,10 +235,10 @@ class CausalLMFamily(ModelFamily):
 
         @cache
         def source() -> AnalyticSource:
-            dtype = torch_dtype(BFLOAT16.name if request.dtype == AUTOCAST else request.dtype)
-            assert dtype is not None
+            computed = torch_dtype(BFLOAT16.name if request.dtype == AUTOCAST else request.dtype)
+            assert computed is not None
             count = count_model(
-                self.config, longest, dtype, self.trained, options.runtime.fused, halves=not stays_whole
+                self.config, longest, computed, self.trained, options.runtime.fused, halves=not stays_whole
             )
             cluster = typical_cluster(device, self._ranks.world.size * (num_ranks // self._ranks.pipeline.size))
             return AnalyticSource(count, cluster, self.name, options.parallel.sequence_parallel, options.runtime.fused)

@@ -1,4 +1,4 @@
-"""The plans of what is "auto" or left open: from measured costs, from the steps that ran, or from counted operations."""
+"""The plans of what is "auto" or left open: by measured costs, by the steps that ran, or by counted operations."""
 
 from slipstream.pipeline.planning.counted_plans import (
     NOMINAL_LENGTH,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from slipstream.errors import SlipstreamError
 from slipstream.parallel import Ranks
@@ -25,7 +25,15 @@ from slipstream.planner.joint import (
     granularity_for,
 )
 from slipstream.planner.ragged import StageRates, fit_rates
-from slipstream.schedule import AUTOMATIC, SCHEDULES, Schedule, slice_lengths
+from slipstream.schedule import (
+    AUTOMATIC,
+    SCHEDULES,
+    USUAL_SCHEDULE,
+    USUAL_SLICES,
+    Schedule,
+    fewest_stages,
+    slice_lengths,
+)
 from slipstream.units import numbers_text, plural
 
 if TYPE_CHECKING:
@@ -34,8 +42,6 @@ if TYPE_CHECKING:
 NOMINAL_LENGTH = 4096
 """The tokens of a sequence for which stages are cut where nobody says how long rows are, or as many as the model takes:
 so many are usual in training, and twice or half as many move few layers."""
-USUAL_SCHEDULE, USUAL_SLICES = "1f1b", 8
-"""The order, and the most slices of a causal LM, where nothing is planned; their memory is what a plan may hold."""
 _MORE_MEMORY = 1.25  # times the usual plan's: faster orders hold more, and any number of microbatches at worst
 _MOST_PLACES, _MULTIPLE = 48, 64  # places to cut a sequence; tokens between them, of long ones a multiple
 _MOST_SLICES = 16
@@ -61,16 +67,22 @@ def is_counted(options: PipelineOptions) -> bool:
     return schedule is None or options.slices is None or (options.stages_per_rank is None and may_have_several)
 
 
+class UsualOrder(NamedTuple):
+    """The order, and the stages of each rank, that are given or else usual."""
+
+    schedule: str | Schedule
+    stages_per_rank: int
+
+
+def usual_order(options: PipelineOptions) -> UsualOrder:
+    schedule = USUAL_SCHEDULE if options.schedule is None else options.schedule
+    stages = fewest_stages(schedule) if options.stages_per_rank is None else options.stages_per_rank
+    return UsualOrder(schedule, stages)
+
+
 def with_usual(options: PipelineOptions) -> PipelineOptions:
     """Returns the options with the usual order and stages a rank where these are open and no plan is made."""
-    schedule = USUAL_SCHEDULE if options.schedule is None else options.schedule
-    stages = options.stages_per_rank
-    if stages is None:
-        allowed = (2,) if schedule == "auto-v" else (1,)
-        if isinstance(schedule, str) and schedule in SCHEDULES:
-            allowed = SCHEDULES[schedule].stages_per_rank
-        stages = allowed[0]
-    return replace(options, schedule=schedule, stages_per_rank=stages)
+    return replace(options, **usual_order(options)._asdict())
 
 
 def with_stages(options: PipelineOptions, plan: JointPlan) -> PipelineOptions:
@@ -106,14 +118,13 @@ class CountedPlans:
 
     def __init__(self, options: PipelineOptions, num_ranks: int, ranks: Ranks, problem: Problem, length: int) -> None:
         self._options, self._num_ranks, self._ranks, self._problem = options, num_ranks, ranks, problem
-        self._knows_length, self._rows = True, (length, 1)
-        expected, slices = options.expected, options.slices
-        if not isinstance(slices, (int, str)) and slices is not None:
-            self._rows = sum(slices), 1
-        elif options.row_length is not None and expected is not None:
+        expected, lengths = options.expected, options.slices
+        self._rows = length, 1
+        if expected is not None:
             self._rows = expected.seq_len, expected.microbatch_size
-        else:
-            self._knows_length = False
+        elif not isinstance(lengths, int | str | None):
+            self._rows = sum(lengths), 1
+        self._knows_length = options.row_length is not None or not isinstance(lengths, int | str | None)
         self._plan: JointPlan | None = None
 
     def plan_stages(self) -> JointPlan:
@@ -141,8 +152,13 @@ class CountedPlans:
         if self._rows != (length, num_rows):
 
             def found() -> JointPlan:
-                placed = {"placement": stages.schedule.placement, "partition": stages.partition}
-                return self._found(length, num_rows, replace(self._given(length), **placed, recompute=stages.recompute))
+                placed = replace(
+                    self._given(length),
+                    placement=stages.schedule.placement,
+                    partition=stages.partition,
+                    recompute=stages.recompute,
+                )
+                return self._found(length, num_rows, placed)
 
             self._plan, self._rows = self._ranks.run_on_leader(found), (length, num_rows)
         assert self._plan is not None
@@ -174,14 +190,19 @@ class CountedPlans:
 
     def _given(self, length: int) -> Given:
         options = self._options
+        assert not isinstance(options.slices, str)  # which is measured
         slices = None if options.slices is None else tuple(slice_lengths(options.slices, length))
         setting = options.memory.recompute
         recompute = setting if setting in _RECOMPUTED else "none"
+        partition = None if isinstance(options.partition, str) else tuple(options.partition)
+        stages = options.stages_per_rank
+        if stages is None and partition is not None:
+            stages = len(partition) // self._num_ranks
         may_recompute = setting == "none" and options.memory.limit is not None
         return Given(
             schedule=options.schedule,
-            stages_per_rank=options.stages_per_rank,
-            partition=None if isinstance(options.partition, str) else tuple(options.partition),
+            stages_per_rank=stages,
+            partition=partition,
             slices=slices,
             recompute=None if may_recompute else str(recompute),
             whole_rounds=True,

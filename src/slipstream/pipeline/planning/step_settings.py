@@ -8,11 +8,12 @@ from slipstream.cost import partition_of
 from slipstream.errors import SlipstreamError
 from slipstream.pipeline.cut_batch import even_microbatches
 from slipstream.pipeline.pipeline_options import PipelineOptions
-from slipstream.pipeline.planning.counted_plans import ROW_EFFORT, with_usual
+from slipstream.pipeline.planning.counted_plans import ROW_EFFORT, usual_order
 from slipstream.planner.joint import Given, JointProblem, granularity_for
 from slipstream.planner.ragged import StageRates, StepPlan, StepProblem
 from slipstream.schedule import (
     AUTOMATIC,
+    USUAL_SLICES,
     Op,
     Schedule,
     SliceCounts,
@@ -27,7 +28,6 @@ from slipstream.schedule import (
     split_backwards,
 )
 
-_SLICES = 8  # until they are planned
 _EFFORT = 2e7  # of the search for rows of one length, a few seconds
 _MOST_RAGGED = 32  # schedules for batches of different lengths that are kept
 
@@ -49,8 +49,8 @@ class StepSettings:
         """`default_slices` is their number where the options have none; `compiled` names modules whose backward is one
         piece, so that none is split; `is_counted` is whether what is open is planned by counted operations, without
         measuring."""
-        options = with_usual(options)
-        schedule, slices = options.schedule, default_slices if options.slices is None else options.slices
+        schedule, stages_per_rank = usual_order(options)
+        slices = default_slices if options.slices is None else options.slices
         num_flushes, self._given = options.memory.num_flushes, options.given_microbatches
         counts = [len(microbatch.slices) for microbatch in self._given]
         if self._given:
@@ -63,7 +63,7 @@ class StepSettings:
         # Whether backwards may be split: W would hold all that layers or segments recompute.
         self.splits = not compiled and options.memory.recompute in ("none", "selective", "stage")
         _check(schedule, slices, options.num_microbatches, num_flushes)
-        self.slices: int | Sequence[int] = _SLICES if isinstance(slices, str) else slices
+        self.slices: int | Sequence[int] = USUAL_SLICES if isinstance(slices, str) else slices
         if isinstance(schedule, Schedule):
             self.slices = schedule.num_slices if isinstance(slices, int) else self.slices
             self.schedule = schedule
@@ -73,8 +73,8 @@ class StepSettings:
                     f"microbatches=... with as many{f', not {counts}' if counts else ''}."
                 )
         else:
-            self._stages_per_rank = options.stages_per_rank
-            self._name, self._num_ranks = placed_as(schedule, options.stages_per_rank), num_ranks
+            self._stages_per_rank = stages_per_rank
+            self._name, self._num_ranks = placed_as(schedule, stages_per_rank), num_ranks
             self._num_in_flush = len(counts) or options.num_microbatches // num_flushes
             self.schedule = in_flushes(self._named(self._num_in_flush, counts or self._count), num_flushes)
         self._num_flushes, self._num_microbatches = num_flushes, options.num_microbatches

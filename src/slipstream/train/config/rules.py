@@ -12,6 +12,8 @@ from slipstream.number_format import PRECISIONS
 from slipstream.options import ALLOWED_LAYER_COUNTS, SHARED_WORK, Memory, are_allowed_layer_counts
 from slipstream.schedule import (
     AUTOMATIC,
+    SCHEDULES,
+    USUAL_SLICES,
     Schedule,
     ScheduleError,
     check_microbatches,
@@ -33,11 +35,11 @@ from slipstream.train.config.sections import (
 )
 
 
-def named_schedule(pipeline: PipelineSection) -> str | Schedule:
-    """Returns the schedule in the text file that `pipeline.schedule` names, or the name itself."""
-    path = Path(pipeline.schedule)
-    if path.suffix != ".txt":
+def named_schedule(pipeline: PipelineSection) -> str | Schedule | None:
+    """Returns the schedule in the text file that `pipeline.schedule` names, or the name itself, if any."""
+    if pipeline.schedule is None or not pipeline.names_file:
         return pipeline.schedule
+    path = Path(pipeline.schedule)
     try:
         schedule = Schedule.parse(path.read_text(encoding="utf-8"))
         validate(schedule)
@@ -53,8 +55,8 @@ def check_lengths(pipeline: PipelineSection, num_rows: int, seq_len: int) -> Non
     try:
         if microbatches is not None:
             check_microbatches(given_microbatches(microbatches), num_rows, seq_len, "a replica's batch", tokens_of)
-        elif pipeline.slices != "auto":
-            slice_lengths(pipeline.slices, seq_len, f"{tokens_of}=", "pipeline.slices")
+        elif pipeline.slices != "auto" and (pipeline.slices is not None or pipeline.num_ranks == 1):
+            slice_lengths(pipeline.slices or USUAL_SLICES, seq_len, f"{tokens_of}=", "pipeline.slices")
     except SlipstreamError as error:
         raise ValueError(str(error) if microbatches is None else f"pipeline.{error}") from None
 
@@ -62,9 +64,11 @@ def check_lengths(pipeline: PipelineSection, num_rows: int, seq_len: int) -> Non
 def check_partition(pipeline: PipelineSection) -> None:
     """Raises ValueError where the layers given for each stage aren't those of as many stages."""
     partition = pipeline.partition
-    num_stages = pipeline.num_ranks * pipeline.stages_per_rank
     if partition == "auto":
         return
+    num_stages = pipeline.num_ranks * pipeline.fewest_stages
+    if pipeline.stages_per_rank is None and _may_have_stages(pipeline, len(partition)):
+        num_stages = len(partition)
     # The error is reported where the schedule is checked.
     with suppress(ScheduleError):
         schedule = named_schedule(pipeline)
@@ -80,6 +84,14 @@ def check_partition(pipeline: PipelineSection) -> None:
         )
 
 
+def _may_have_stages(pipeline: PipelineSection, number: int) -> bool:
+    """Returns whether the ranks can have so many stages, equally many on each, in the order that is given, if any."""
+    each, rest = divmod(number, pipeline.num_ranks)
+    kind = None if pipeline.schedule is None else SCHEDULES.get(pipeline.schedule)
+    may_be_any = pipeline.schedule is None and pipeline.num_ranks > 1
+    return not rest and (may_be_any or (kind is not None and each in kind.stages_per_rank))
+
+
 def check_schedule(pipeline: PipelineSection, num_flushes: int, places_only: bool) -> None:
     """Raises the schedule's own error: the nearest name, the stages per rank it can have, a file's impossible order.
 
@@ -93,16 +105,16 @@ def check_schedule(pipeline: PipelineSection, num_flushes: int, places_only: boo
         schedule = named_schedule(pipeline)
         if isinstance(schedule, Schedule):
             _check_counts(schedule, pipeline, num_flushes, places_only)
-        else:
+        elif schedule is not None:
             check_name(schedule, besides=AUTOMATIC)
-            stages = pipeline.stages_per_rank
+            stages = pipeline.fewest_stages
             make_schedule(placed_as(schedule, stages), pipeline.num_ranks, 1, 1, stages)
     except ScheduleError as error:
         raise ValueError(f"pipeline.{error}") from None
 
 
 def _check_counts(schedule: Schedule, pipeline: PipelineSection, num_flushes: int, places_only: bool) -> None:
-    slices = pipeline.slices
+    slices = schedule.num_slices if pipeline.slices is None else pipeline.slices
     counts: dict[str, tuple[int | str, int | str]]
     counts = {"pipeline.num_ranks": (schedule.num_ranks, pipeline.num_ranks), "memory.num_flushes": (1, num_flushes)}
     if pipeline.microbatches is None and not schedule.is_ragged and not places_only:
@@ -197,7 +209,7 @@ def check_stream(training: TrainingSection, data: DataSection, model: ModelSecti
 def check_unpacked(pipeline: PipelineSection, memory: Memory, training: TrainingSection, plan: PlanSection) -> None:
     """Raises ValueError for settings of sequences that have one length."""
     is_for_one_length = {
-        f"pipeline.schedule={pipeline.schedule}": pipeline.schedule.endswith(".txt") and plan.rates is None,
+        f"pipeline.schedule={pipeline.schedule}": pipeline.names_file and plan.rates is None,
         f"pipeline.slices={pipeline.slices}": isinstance(pipeline.slices, list),
         **_of_one_length(pipeline, memory),
         f"training.single_process_steps={training.single_process_steps}": training.single_process_steps > 0,
@@ -222,7 +234,7 @@ def check_samples(every: int, pipeline: PipelineSection, memory: Memory) -> None
 
     The slices of a schedule from a file are those of the steps alone: other texts are planned anew.
     """
-    is_list = isinstance(pipeline.slices, list) and not pipeline.schedule.endswith(".txt")
+    is_list = isinstance(pipeline.slices, list) and not pipeline.names_file
     prevents = {
         "pipeline.vocabulary=spread": pipeline.vocabulary == "spread",
         f"pipeline.slices={pipeline.slices}": is_list,

@@ -85,7 +85,8 @@ class Config(Record):
         pipeline, memory = ((values.get(name) or {}) for name in ("pipeline", "memory"))
         if not all(isinstance(section, dict) for section in (pipeline, memory)):
             return values
-        named = DECIDED_BY_PLAN["pipeline"] & pipeline.keys() | DECIDED_BY_PLAN["memory"] & memory.keys()
+        given = {name for name, value in pipeline.items() if value is not None}
+        named = DECIDED_BY_PLAN["pipeline"] & given | DECIDED_BY_PLAN["memory"] & memory.keys()
         if named or pipeline.get("num_ranks") == 1:
             return values
         return values | {"pipeline": pipeline | {"schedule": "auto", "slices": "auto"}}
@@ -149,7 +150,7 @@ class Config(Record):
         try:
             self._check_pipeline()
         except ValueError as error:
-            if not self.plan.predicted or self.pipeline.stages_per_rank > 1:
+            if not self.plan.predicted or self.pipeline.fewest_stages > 1:
                 raise
             anew = "--pipeline.schedule=auto --pipeline.slices=auto --pipeline.partition=auto"
             anew += " --memory.recompute=none" if self.memory.recompute != "none" else ""
@@ -194,7 +195,7 @@ class Config(Record):
 
     def _given_rates(self) -> StageRates | None:
         """Returns the stages' rates, where the configuration is a plan for documents of any length."""
-        if self.plan.rates is None or self.data.packing == "fixed" or not self.pipeline.schedule.endswith(".txt"):
+        if self.plan.rates is None or self.data.packing == "fixed" or not self.pipeline.names_file:
             return None
         # Numba takes a second to import.
         from slipstream.planner.ragged import StageRates

@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, model_v
 
 from slipstream.number_format import BasePrecision, PrecisionName
 from slipstream.options import Degrees, Parallelism, Record
+from slipstream.schedule import fewest_stages
 
 if TYPE_CHECKING:
     from slipstream.model import Adapter
@@ -56,28 +57,42 @@ class PipelineSection(Record):
     num_ranks: PositiveInt = 2
     """Processes that the layers are spread over. Default: those that torchrun or srun has started, or one for each GPU,
     by the other axes of the mesh; 2 on a machine without a GPU."""
-    stages_per_rank: PositiveInt = 1
-    """Stages of each process: 1 for gpipe, 1f1b, zb-h1 and zb-h2, 2 for zb-v, v-half and v-min, any for the others."""
-    schedule: str = "1f1b"
+    stages_per_rank: PositiveInt | None = None
+    """Stages of each process: 1 for gpipe, 1f1b, zb-h1 and zb-h2, 2 for zb-v, v-half and v-min, any for the others.
+    Default: planned."""
+    schedule: str | None = None
     """Order of forwards and backwards: a name, or a schedule's .txt file (a run leaves its own), by default next to the
-    configuration. auto: the best order found for the stages' costs; auto-v: the same in a V-shaped placement, with 2
-    stages per rank. If schedule, slices, partition and stages_per_rank are all left out, they are planned from measured
-    costs."""
+    configuration. auto: the best order found for the stages' measured costs, and all else that is left out with it;
+    auto-v: the same in a V-shaped placement, with 2 stages per rank. If schedule, slices, partition and stages_per_rank
+    are all left out, they are planned from measured costs; if some are, these are planned by counted operations, within
+    a second. 1f1b for a single process."""
     num_microbatches: PositiveInt = 1
     """Parts of a batch that go through the pipeline one after another."""
-    slices: Literal["auto"] | PositiveInt | list[PositiveInt] = 8
-    """Token slices of a sequence: how many, or the length of each. auto: the best ones found for the stages' costs."""
+    slices: Literal["auto"] | PositiveInt | list[PositiveInt] | None = None
+    """Token slices of a sequence: how many, or the length of each. auto: the best ones found for the stages' measured
+    costs. Default: planned, as `schedule`; 8 for a single process."""
     microbatches: list[tuple[PositiveInt, list[PositiveInt]]] | None = None
     """Instead of `num_microbatches` and `slices`: the rows of each part of a replica's batch, and the lengths of its
     slices, such as `[[2, [704, 688, 656]], [1, [2048]]]` for 3 sequences of 2048 tokens."""
     partition: Literal["auto"] | list[int | float] = "auto"
-    """Layers of each stage; [4.5, 3.5] ends the first one between a layer's attention and its feed-forward half."""
+    """Layers of each stage; [4.5, 3.5] ends the first one between a layer's attention and its feed-forward half. auto:
+    as planned, or so that all stages compute about equally much."""
     vocabulary: Literal["auto", "whole", "spread"] = "auto"
     """Where logits and loss are computed. spread: every process takes a part of the vocabulary; whole: the last stage
     takes all of it. auto: decided by the plan if there is one, else whole."""
     router_loss: Literal["none", "per_layer"] = "none"
     """per_layer: adds the load-balancing loss of a mixture of experts, for each layer separately and averaged over
     layers, weighted by the model's `router_aux_loss_coef`. The reported loss doesn't include it."""
+
+    @property
+    def names_file(self) -> bool:
+        """Whether the schedule is one of a file."""
+        return self.schedule is not None and self.schedule.endswith(".txt")
+
+    @property
+    def fewest_stages(self) -> int:
+        """The stages of each process, or the fewest that it may have where that is open."""
+        return fewest_stages(self.schedule) if self.stages_per_rank is None else self.stages_per_rank
 
     @model_validator(mode="after")
     def _microbatches_alone(self) -> Self:

@@ -16,7 +16,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.model import expert_modules, meta_model, recompute_advice, torch_dtype
 from slipstream.planner.search import Evaluation, PlanSpace, make_options
 from slipstream.profile import count_model
-from slipstream.schedule import SCHEDULES
+from slipstream.schedule import SCHEDULES, USUAL_SCHEDULE, USUAL_SLICES
 from slipstream.train.config import Config, precision_named
 from slipstream.train.preflight.model_checks import trained_weights
 from slipstream.train.training_step import compute_dtype
@@ -55,7 +55,7 @@ def _changes(config: Config) -> list[tuple[str, dict[str, Any]]]:
         text = f"--pipeline.num_microbatches={more} (now {pipeline.num_microbatches})"
         changes.append((text, {"num_microbatches": more}))
     slices = pipeline.slices
-    if isinstance(slices, int) and pipeline.schedule in SCHEDULES and 2 * slices <= training.seq_len:
+    if isinstance(slices, int) and pipeline.schedule in (None, *SCHEDULES) and 2 * slices <= training.seq_len:
         changes.append((f"--pipeline.slices={2 * slices} (now {slices})", {"slices": 2 * slices}))
     if less := recompute_advice(memory.recompute, waits=pipeline.num_ranks > 1 or slices != 1).removesuffix(", "):
         setting = less.partition("=")[2].strip("'")
@@ -165,15 +165,15 @@ def _evaluate(config: Config, count: ModelCount, length: int, changes: dict[str,
     num_microbatches = pipeline.num_microbatches if pipeline.microbatches is None else len(pipeline.microbatches)
     rows_each = -(-rows // changes.get("num_microbatches", num_microbatches))
     num_slices = len(pipeline.slices) if isinstance(pipeline.slices, list) else pipeline.slices
-    num_slices = changes.get("slices", 8 if num_slices == "auto" else num_slices)
+    num_slices = changes.get("slices", USUAL_SLICES if num_slices in (None, "auto") else num_slices)
     cluster = _cluster(config.num_processes, count.dtype)
     source = AnalyticSource(count, cluster, "the run", parallel.sequence_parallel, config.runtime.fused)
     choices = make_options(
         **source.by_bytes(parallel.degrees, is_whole=num_slices == 1).choices,
         pipeline_parallel=pipeline.num_ranks,
         data_parallel=parallel.data,
-        stages_per_rank=pipeline.stages_per_rank,
-        schedule=pipeline.schedule if pipeline.schedule in SCHEDULES else "1f1b",
+        stages_per_rank=pipeline.fewest_stages,
+        schedule=pipeline.schedule if pipeline.schedule in SCHEDULES else USUAL_SCHEDULE,
         microbatch_size=rows_each,
         num_slices=num_slices,
         recompute=changes.get("recompute", memory.recompute),

@@ -122,12 +122,12 @@ def check_layers(config: Config, model_config: Any) -> None:
     num_layers = model_config.get_text_config().num_hidden_layers
     pipeline = config.pipeline
     partition = config.pipeline.partition
-    num_stages = pipeline.num_ranks * pipeline.stages_per_rank
+    num_stages = pipeline.num_ranks * pipeline.fewest_stages
     if num_stages > num_layers and partition == "auto":
         asked = f"pipeline.num_ranks={pipeline.num_ranks}"
-        if pipeline.stages_per_rank > 1:
-            asked += f" with pipeline.stages_per_rank={pipeline.stages_per_rank} makes {num_stages} stages, which"
-        most = num_layers // pipeline.stages_per_rank
+        if pipeline.fewest_stages > 1:
+            asked += f" with pipeline.stages_per_rank={pipeline.fewest_stages} makes {num_stages} stages, which"
+        most = num_layers // pipeline.fewest_stages
         raise SlipstreamError(
             f"{asked} is more than the model's {num_layers} layers; choose 1 to {most}"
             + _launched_hint(pipeline.num_ranks, most)
