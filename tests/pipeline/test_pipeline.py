@@ -144,7 +144,7 @@ def test_a_loss_of_ones_own() -> None:
 
 
 def test_the_timeline_has_every_action_once() -> None:
-    pipe = make_pipe(build(ARCHITECTURES["llama"]), slices=4, num_ranks=2)
+    pipe = make_pipe(build(ARCHITECTURES["llama"]), schedule="1f1b", slices=4, num_ranks=2)
     pipe.step(tokens(), tokens())
     compute = [span.action for span in pipe.timeline().compute_spans]
     expected = [action for row in split_backwards(one_f_one_b(2, 1, 4)).actions for action in row]

@@ -99,7 +99,7 @@ def with_stages(options: PipelineOptions, plan: JointPlan) -> PipelineOptions:
         schedule=options.schedule or order,
         slices="auto" if options.slices is None else options.slices,
         stages_per_rank=len(placement) // num_ranks,
-        partition=list(plan.partition),
+        partition=list(plan.partition) if isinstance(options.partition, str) else options.partition,
         memory=memory,
     )
 
@@ -211,7 +211,7 @@ class CountedPlans:
     def _found(self, length: int, num_rows: int, given: Given) -> JointPlan:
         """Returns the best plan within the memory limit, or else within a little more than the usual plan holds."""
         problem = self._problem(length, num_rows)
-        self._check_partition(problem, given)
+        self._check_layers(problem, given)
         problem = replace(problem, effort=min(_MOST_EFFORT, _EFFORT * self._num_ranks * problem.num_microbatches))
         usually = _usual(problem, given)
         if given.slices is None:
@@ -229,10 +229,18 @@ class CountedPlans:
             return usual
         return best or self._best(problem, given)
 
-    def _check_partition(self, problem: JointProblem, given: Given) -> None:
-        """Raises SlipstreamError for a given cut of another number of layers, or stages; its own message follows."""
-        cut = given.partition
-        if cut is not None and (sum(cut) != problem.costs.num_layers or len(cut) % self._num_ranks):
+    def _check_layers(self, problem: JointProblem, given: Given) -> None:
+        """Raises SlipstreamError where there are more ranks than layers, or a given cut can't be; the usual layout then
+        says what to type."""
+        num_layers, cut = problem.costs.num_layers, given.partition
+        if cut is None:
+            num_stages = self._num_ranks * (given.stages_per_rank or 1)
+            if num_stages > num_layers:
+                raise SlipstreamError(f"{num_stages} stages for {num_layers} layers.")
+            return
+        in_units = [problem.costs.units_per_layer * count for count in cut]
+        is_possible = min(cut) >= 0 and all(units == int(units) for units in in_units)
+        if not is_possible or sum(cut) != num_layers or len(cut) % self._num_ranks:
             raise SlipstreamError(f"partition={[*cut]} doesn't fit the model or the ranks.")
 
     def _best(self, problem: JointProblem, given: Given) -> JointPlan:
