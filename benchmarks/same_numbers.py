@@ -109,7 +109,7 @@ class Case:
     optimizer: str = "AdamW"
 
 
-CUT = {"slices": [5, 30, 17, 12], "num_microbatches": 2}
+CUT = {"schedule": "1f1b", "slices": [5, 30, 17, 12], "num_microbatches": 2}
 CASES = [
     Case("gpipe, unequal slices", "llama", CUT | {"schedule": "gpipe"}),
     Case("1f1b, packed documents", "qwen3", {"schedule": "1f1b", "slices": 4, "num_microbatches": 4}, documents=True),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import accumulate, chain, pairwise
 from typing import Never
 
 import torch
 from torch import Tensor, nn
 
+from slipstream.cost import Cluster, MeasuredLink, typical_cluster
 from slipstream.errors import SlipstreamError
 from slipstream.model import (
     LayerRange,
@@ -38,12 +39,12 @@ from slipstream.pipeline.families.sequence_costs import (
 from slipstream.pipeline.families.stage_layout import StageLayout, check_lengths, given_counts
 from slipstream.pipeline.loss_sequences import NO_FUNCTION_OF_VALUES
 from slipstream.pipeline.pipeline_options import PipelineOptions, SequenceLoss
-from slipstream.pipeline.planning import CountedPlans, is_free
+from slipstream.pipeline.planning import CountedPlans, LayerUnits, is_free
 from slipstream.pipeline.token_values import DOCUMENTS, INPUTS, LABELS, POSITIONS
 from slipstream.planner.joint import JointPlan, JointProblem, find_joint_plan, granularity_for
 from slipstream.planner.partition import partition_layers
 from slipstream.profile.link_measurement import measure_link
-from slipstream.schedule import Schedule, SlicedMicrobatch, StageSkip
+from slipstream.schedule import Op, Schedule, SlicedMicrobatch, StageSkip
 from slipstream.sequential import (
     BatchSlice,
     LayerBoundary,
@@ -142,7 +143,69 @@ class SequenceFamily(ModelFamily):
         return found, None
 
     def counted_plans(self, options: PipelineOptions, num_ranks: int) -> CountedPlans:
-        raise SlipstreamError("not yet")
+        """Returns the plans by the operations that the example takes, or by the costs that are given: of whole
+        microbatches, or of as many slices after CutTokens as are given."""
+        if self._costs is None:
+            raise SlipstreamError("the layers' costs aren't known. Give layers=slipstream.Layers(example=...) or costs")
+        may_end = self._may_end_at if self._ranks.leads else lambda place: False
+        units = runs_between(len(self._layers), may_end)
+        device = self._tracer.device
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+        cluster = typical_cluster(name, num_ranks)
+        in_flush = max(1, options.num_microbatches // options.memory.num_flushes)
+
+        @cache
+        def costs() -> SequenceCosts:
+            return self._counted_costs(units, cluster, options.slices != 1)
+
+        def problem(length: int, num_rows: int) -> JointProblem:
+            splits = not self.compiled and options.memory.recompute in ("none", "selective", "stage")
+            return JointProblem(
+                costs=costs(),
+                seq_len=length,
+                num_ranks=num_ranks,
+                num_microbatches=in_flush,
+                granularity=granularity_for(length),
+                split=splits,
+            )
+
+        length = 1
+        if options.slices != 1 and options.layers.example is not None and self._cut is not None:
+            length = self._tokens_at_cut(BatchSlice(options.layers.example), training=True)
+        sizes = [len(run) for run in self._ranks.run_on_leader(lambda: units)]
+        return CountedPlans(options, num_ranks, self._ranks, problem, length, LayerUnits(sizes))
+
+    def _counted_costs(self, units: Sequence[range], cluster: Cluster, is_cut: bool) -> SequenceCosts:
+        """Returns the costs on a typical cluster: of all layers on the example and, where rows are cut, of those after
+        CutTokens on slices of it; or in proportion to the costs that are given."""
+        example, rate = self._options.layers.example, cluster.device.matmul_flops("float32")
+        cut = self._cut if is_cut and example is not None else None
+        if example is None:
+            assert self._costs is not None
+            seconds = [[cost / sum(self._costs)] for cost in self._costs]
+            return SequenceCosts(_times_of(self._layers, seconds, [(1, 0)], cut), tuple(units), 0.0)
+        whole = BatchSlice(example)
+        trace = self._tracer.trace(whole, training=True)
+        points = [(1, 0)]
+        least = cluster.device.kernel_seconds  # of any layer, however small
+        every = [[least + work / rate] for work in counted_costs(trace)]
+        if cut is not None:
+            length = self._tokens_at_cut(whole, training=True)
+            points = [(end - begin, begin) for begin, end in _spans(length)]
+            traces = [
+                self._tracer.trace(BatchSlice(example, tokens=range(begin, begin + tokens), length=length), True)
+                for tokens, begin in points
+            ]
+            every = [[least + work / rate for work in works] for works in zip(*map(counted_costs, traces), strict=True)]
+        link = MeasuredLink(cluster.inside.latency, cluster.inside.rate(), "typical", ())
+        return SequenceCosts(_times_of(self._layers, every, points, cut), tuple(units), bytes_between(trace, cut), link)
+
+    def completed(self, options: PipelineOptions) -> PipelineOptions:
+        """Returns the options with whole microbatches where nothing is said about slices: only the user knows whether
+        layers may see a part of a row."""
+        if options.slices is None and options.microbatches is None and not isinstance(options.schedule, Schedule):
+            return replace(options, slices=1)
+        return options
 
     def _may_end_at(self, place: int) -> bool:
         """Returns whether a stage may end before this layer: not between layers that share a weight or a tensor."""
@@ -358,6 +421,30 @@ class SequenceFamily(ModelFamily):
         if layers.example is None:
             return None
         return counted_costs(self._tracer.trace(BatchSlice(layers.example), training=True))
+
+
+def _spans(length: int) -> list[tuple[int, int]]:
+    """Returns the bounds of slices that tell a layer's cost of tokens and of their context."""
+    half, quarter = max(1, length // 2), max(1, length // 4)
+    spans = [(0, length), (0, half), (min(half, length - 1), length), (0, quarter)]
+    return [*dict.fromkeys(spans)]
+
+
+def _times_of(
+    layers: Sequence[SequentialLayer],
+    seconds: Sequence[Sequence[float]],
+    points: list[tuple[int, int]],
+    cut: int | None,
+) -> MeasuredLayers:
+    """Returns the times of layers by those of their forwards: the gradients of inputs and of weights take as long each,
+    where there are weights."""
+    times = []
+    for layer, forward in zip(layers, seconds, strict=True):
+        has_weights = any(parameter.requires_grad for parameter in layer.module.parameters())
+        of_weights = [time * has_weights for time in forward]
+        both = [a + b for a, b in zip(forward, of_weights, strict=True)]
+        times.append({Op.F: [*forward], Op.I: [*forward], Op.W: of_weights, Op.B: both})
+    return MeasuredLayers(tuple(times), points, len(layers) if cut is None else cut + 1)
 
 
 def _ranges(layout: StageLayout) -> list[range]:

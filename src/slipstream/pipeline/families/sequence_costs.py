@@ -24,6 +24,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.keyed_draws import kept_random_states
 from slipstream.model import Tensors, add_weight_gradients_in_place, copy_modules, defer_weight_gradients
 from slipstream.model.hooks import active_forward
+from slipstream.pipeline.planning import LayerUnits
 from slipstream.pipeline.planning.observed_steps import fit_slice_times
 from slipstream.planner.joint import granularity_for
 from slipstream.profile.measurement_run import make_short_grid
@@ -233,11 +234,7 @@ class SequenceCosts(Costs):
 
     def layers_of(self, partition: Sequence[float]) -> tuple[float, ...]:
         """Returns the layers of each stage, given the parts between the first and the last."""
-        counts = [int(count) for count in partition]
-        counts[0] += 1
-        counts[-1] += 1
-        sizes, ends = [len(run) for run in self.runs], np.cumsum([0, *counts])
-        return tuple(float(sum(sizes[a:b])) for a, b in pairwise(ends))
+        return LayerUnits([len(run) for run in self.runs]).layers_of(partition)
 
 
 def runs_between(num_layers: int, may_cut: Callable[[int], bool]) -> tuple[range, ...]:

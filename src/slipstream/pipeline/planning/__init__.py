@@ -3,6 +3,7 @@
 from slipstream.pipeline.planning.counted_plans import (
     NOMINAL_LENGTH,
     CountedPlans,
+    LayerUnits,
     counted_text,
     is_counted,
     with_stages,

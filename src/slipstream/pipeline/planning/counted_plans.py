@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from slipstream.errors import SlipstreamError
@@ -104,6 +105,41 @@ def with_stages(options: PipelineOptions, plan: JointPlan) -> PipelineOptions:
     )
 
 
+class LayerUnits:
+    """The runs of a sequence's layers between which it may be cut, by the number of layers of each. The first and the
+    last are its ends, as a causal LM's embedding and head are."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._places = [0, *accumulate(sizes)]
+
+    @property
+    def num_units(self) -> int:
+        return len(self._places) - 1
+
+    def layers_of(self, partition: Sequence[float]) -> tuple[float, ...]:
+        """Returns the layers of each stage, given the runs between the first and the last."""
+        ends = [0, *accumulate(map(int, _with_ends(partition, 1)))]
+        return tuple(float(self._places[b] - self._places[a]) for a, b in pairwise(ends))
+
+    def runs_of(self, layers: Sequence[float]) -> tuple[float, ...]:
+        """Returns the runs of each stage between the first and the last, given its layers.
+
+        Raises SlipstreamError where a stage would end inside of a run.
+        """
+        ends = [0, *accumulate(layers)]
+        if any(end not in self._places for end in ends) or ends[-1] != self._places[-1]:
+            raise SlipstreamError(f"partition={[*layers]} doesn't fit the layers.")
+        places = [self._places.index(int(end)) for end in ends]
+        return _with_ends([b - a for a, b in pairwise(places)], -1)
+
+
+def _with_ends(counts: Sequence[float], more: int) -> tuple[float, ...]:
+    changed = [*counts]
+    changed[0] += more
+    changed[-1] += more
+    return tuple(changed)
+
+
 class CountedPlans:
     """The plans of one Pipeline: of its stages, made before these are, and of its rows. The leader searches, and all
     ranks follow, as the last digits of a cost may differ between kinds of machines.
@@ -114,10 +150,20 @@ class CountedPlans:
         ranks: of all replicas.
         problem: returns the search's problem, by counted costs. The leader calls it.
         length: tokens of the rows for which stages are planned where the options say nothing.
+        units: where a sequence of layers may be cut. None: a causal LM, between its layers or in their middle.
     """
 
-    def __init__(self, options: PipelineOptions, num_ranks: int, ranks: Ranks, problem: Problem, length: int) -> None:
+    def __init__(
+        self,
+        options: PipelineOptions,
+        num_ranks: int,
+        ranks: Ranks,
+        problem: Problem,
+        length: int,
+        units: LayerUnits | None = None,
+    ) -> None:
         self._options, self._num_ranks, self._ranks, self._problem = options, num_ranks, ranks, problem
+        self._units = units  # whose microbatches are as the example, of however many rows
         expected, lengths = options.expected, options.slices
         self._rows = length, 1
         if expected is not None:
@@ -125,6 +171,7 @@ class CountedPlans:
         elif not isinstance(lengths, int | str | None):
             self._rows = sum(lengths), 1
         self._knows_length = options.row_length is not None or not isinstance(lengths, int | str | None)
+        self._knows_length |= units is not None
         self._plan: JointPlan | None = None
 
     def plan_stages(self) -> JointPlan:
@@ -135,7 +182,7 @@ class CountedPlans:
         length, num_rows = self._rows
         plan: JointPlan = self._ranks.run_on_leader(lambda: self._found(length, num_rows, self._given(length)))
         self._plan = plan
-        return plan
+        return plan if self._units is None else replace(plan, partition=self._units.layers_of(plan.partition))
 
     def begin(self, settings: StepSettings) -> None:
         """Lets steps run as planned, where it is known how long rows are."""
@@ -146,7 +193,7 @@ class CountedPlans:
     def plan_rows(self, settings: StepSettings, length: int, num_rows: int) -> None:
         """Lets steps run in the order and the slices for rows of `length` tokens, `num_rows` in a microbatch, on the
         stages that were planned. Collective; all replicas follow the leader's numbers."""
-        length, num_rows = self._ranks.broadcast((length, num_rows))
+        length, num_rows = self._ranks.broadcast((length, num_rows if self._units is None else 1))
         stages = self._plan
         assert stages is not None
         if self._rows != (length, num_rows):
@@ -186,7 +233,10 @@ class CountedPlans:
     def __str__(self) -> str:
         """Returns a line about the plan."""
         assert self._plan is not None
-        return counted_text(self._plan, self._rows[0], not self._knows_length)
+        plan = self._plan
+        if self._units is not None:
+            plan = replace(plan, partition=self._units.layers_of(plan.partition))
+        return counted_text(plan, self._rows[0], not self._knows_length)
 
     def _given(self, length: int) -> Given:
         options = self._options
@@ -195,6 +245,8 @@ class CountedPlans:
         setting = options.memory.recompute
         recompute = setting if setting in _RECOMPUTED else "none"
         partition = None if isinstance(options.partition, str) else tuple(options.partition)
+        if partition is not None and self._units is not None:
+            partition = self._units.runs_of(partition)
         stages = options.stages_per_rank
         if stages is None and partition is not None:
             stages = len(partition) // self._num_ranks
@@ -235,7 +287,7 @@ class CountedPlans:
         num_layers, cut = problem.costs.num_layers, given.partition
         if cut is None:
             num_stages = self._num_ranks * (given.stages_per_rank or 1)
-            if num_stages > num_layers:
+            if num_stages > (num_layers if self._units is None else self._units.num_units):
                 raise SlipstreamError(f"{num_stages} stages for {num_layers} layers.")
             return
         in_units = [problem.costs.units_per_layer * count for count in cut]
@@ -245,9 +297,10 @@ class CountedPlans:
 
     def _best(self, problem: JointProblem, given: Given) -> JointPlan:
         most = _MANY * self._num_ranks
-        if problem.num_microbatches <= most:
+        # What microbatches hold isn't known of a sequence of layers: named orders don't hold all of them.
+        if problem.num_microbatches <= most and problem.account is not None:
             return find_joint_plan(replace(problem, given=given))
-        few = replace(problem, num_microbatches=most)
+        few = replace(problem, num_microbatches=min(most, problem.num_microbatches))
         plans = [*_named_plans(few, given)]
         if not plans:
             raise OutOfMemoryError("none of the orders that have names fits.")
