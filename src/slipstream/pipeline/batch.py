@@ -277,6 +277,7 @@ def given_batch(
     device: torch.device,
     inputs: Inputs,
     labels: Rows | None,
+    *,
     position_ids: Tensor | None = None,
     document_ids: Rows | None = None,
     lengths: Lengths = None,

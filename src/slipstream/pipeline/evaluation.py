@@ -14,10 +14,11 @@ from slipstream.errors import SlipstreamError
 from slipstream.model import IGNORED, in_evaluation, token_cross_entropy
 from slipstream.parallel import RankGroup
 from slipstream.parallel.tensor import gather_vocabulary, vocabulary_token_losses
-from slipstream.pipeline.batch import Batch, Inputs, Lengths, Rows, padded_as
+from slipstream.pipeline.batch import Batch, Inputs, Lengths, padded_as
 from slipstream.pipeline.cut_batch import SplitBatch
 from slipstream.pipeline.execution import TokenOutputs
 from slipstream.pipeline.introspection import PipelineFacts, refuse_arguments
+from slipstream.pipeline.token_values import Rows
 from slipstream.planner.ragged import StepPlan
 
 
@@ -41,8 +42,15 @@ class PipelineEvaluation(PipelineFacts):
         result and errors are those of `step`, though nothing needs to be trained."""
         if inputs is None or others:
             refuse_arguments("evaluate", inputs, labels, others)
-        of_rows = None, document_ids, lengths, sequence_values
-        whole = self._runtime.read_batch(inputs, labels, *of_rows, plan is not None, targets=targets)
+        whole = self._runtime.read_batch(
+            inputs,
+            labels,
+            document_ids=document_ids,
+            lengths=lengths,
+            sequence_values=sequence_values,
+            is_planned=plan is not None,
+            targets=targets,
+        )
         with self._evaluating("evaluate"):
             batch = self._runtime.cut_to_evaluate(whole, plan, num_targets is None)
             return self._runtime.run_forward(batch, num_targets)
@@ -78,7 +86,9 @@ class PipelineEvaluation(PipelineFacts):
         Raises:
             SlipstreamError: as `step`, and where no rank has all logits, with vocabulary="spread".
         """
-        whole = self._runtime.read_batch(inputs, None, position_ids, document_ids, lengths, needs_labels=False)
+        whole = self._runtime.read_batch(
+            inputs, None, position_ids=position_ids, document_ids=document_ids, lengths=lengths, needs_labels=False
+        )
         tensor = self._runtime.tensor_parallel
 
         def gathered(logits: Tensor, targets: Tensor) -> Tensor:
@@ -112,7 +122,9 @@ class PipelineEvaluation(PipelineFacts):
         """
         if labels is None and not isinstance(inputs, Mapping):
             raise SlipstreamError("labels are missing: give log_probabilities(tokens, labels), or a mapping with both.")
-        whole = self._runtime.read_batch(inputs, labels, position_ids, document_ids, lengths)
+        whole = self._runtime.read_batch(
+            inputs, labels, position_ids=position_ids, document_ids=document_ids, lengths=lengths
+        )
         tensor = self._runtime.tensor_parallel
         losses: TokenOutputs = token_cross_entropy
         if tensor is not None:

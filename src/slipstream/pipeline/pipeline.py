@@ -18,7 +18,7 @@ from slipstream.model import random_model
 from slipstream.number_format import BasePrecision
 from slipstream.options import Layers, Memory, Parallelism, Precision, Runtime
 from slipstream.parallel import ParameterShard
-from slipstream.pipeline.batch import Inputs, Lengths, Rows
+from slipstream.pipeline.batch import Inputs, Lengths
 from slipstream.pipeline.evaluation import PipelineEvaluation
 from slipstream.pipeline.families.causal_lm import CausalLMFamily
 from slipstream.pipeline.introspection import (
@@ -33,6 +33,7 @@ from slipstream.pipeline.introspection import (
 from slipstream.pipeline.pipeline_options import ExpectedBatch, LossFunction, PipelineOptions, SequenceLoss
 from slipstream.pipeline.runtime import PipelineRuntime
 from slipstream.pipeline.saving import PipelineSaving
+from slipstream.pipeline.token_values import Rows
 from slipstream.pipeline.weight_source import WeightSource, pretrained_source, with_frozen
 from slipstream.planner.ragged import StageRates, StepPlan
 from slipstream.planner.slicing import BatchSlicing
@@ -223,8 +224,16 @@ class Pipeline(PipelineEvaluation, PipelineSaving):
         """
         if inputs is None or others:
             refuse_arguments("step", inputs, labels, others)
-        of_rows = position_ids, document_ids, lengths, sequence_values
-        whole = self._runtime.read_batch(inputs, labels, *of_rows, plan is not None, targets=targets)
+        whole = self._runtime.read_batch(
+            inputs,
+            labels,
+            position_ids=position_ids,
+            document_ids=document_ids,
+            lengths=lengths,
+            sequence_values=sequence_values,
+            is_planned=plan is not None,
+            targets=targets,
+        )
         return self._runtime.step(whole, loss_scale, plan, num_targets)
 
     def prepare(self, lengths: Sequence[int]) -> None:

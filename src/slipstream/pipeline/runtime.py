@@ -52,6 +52,7 @@ from slipstream.pipeline.planning import (
     with_usual,
 )
 from slipstream.pipeline.step_planning import DifferentLengthsError, StepPlanning
+from slipstream.pipeline.token_values import Rows
 from slipstream.pipeline.weight_source import WeightSource, in_memory
 from slipstream.planner.joint import JointPlan, OutOfMemoryError
 from slipstream.planner.ragged import StageRates, StepPlan
@@ -232,11 +233,11 @@ class PipelineRuntime:
             num_parts=self._num_parts,
         )
 
-    def read_batch(self, inputs: Inputs, *others: Any, **options: Any) -> Batch:
+    def read_batch(self, inputs: Inputs, labels: Rows | None, **others: Any) -> Batch:
         """Returns the batch of a method's arguments, as `given_batch` does. Collective."""
         if isinstance(inputs, Mapping):
             self.family.check_has("a mapping as a batch", "Give step(inputs, labels).")
-        return given_batch(self.ranks, self.device, inputs, *others, **options)
+        return given_batch(self.ranks, self.device, inputs, labels, **others)
 
     def step(
         self, whole: Batch, loss_scale: float, plan: StepPlan | None = None, num_targets: float | None = None
