@@ -33,7 +33,6 @@ from slipstream.cost import AnalyticSource, load_cluster
 from slipstream.errors import SlipstreamError
 from slipstream.pipeline.runtime import PipelineRuntime
 from slipstream.planner.joint import JointProblem, find_joint_plan
-from slipstream.planner.report import configuration_text
 from slipstream.planner.search import PlanOptions, search_plans
 from slipstream.planner.search.plan_space import PlanSpace
 from slipstream.planner.slicing.equal_stage_slicing import search_compiled
@@ -114,7 +113,7 @@ def measure(name: str, cluster: str, num_nodes: int, seq_len: int, global_batch:
         "step seconds": best.step_seconds,
         "mfu": best.mfu,
         "peak memory": best.peak_memory,
-        "best": str(best.configuration),
+        "best": best.plan.describe(),
     }
 
 
@@ -195,7 +194,7 @@ def measure_length(name: str, seq_len: int, num_devices: int) -> dict[str, Any]:
         row["refused"] = str(error)
     else:
         row |= {"step seconds": plan.best.step_seconds, "mfu": plan.best.mfu, "gap": plan.gap}
-        row["best"] = configuration_text(plan.best.configuration)
+        row["best"] = plan.best.plan.describe()
     row["seconds"] = time.process_time() - began
     return row | {"bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
 

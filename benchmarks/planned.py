@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from benchmarks.isolated import Contender
 from benchmarks.peers import VOCABULARY, model_config
 from slipstream import Memory, Pipeline, Runtime
 from slipstream.cost import Profile, ProfileSource
-from slipstream.planner.plans import Configuration, Prediction
+from slipstream.planner.plan import CHOICES, ONE_DEVICE, Plan
 from slipstream.planner.search import PlanOptions
 from slipstream.planner.search.plan_space import PlanSpace
 from slipstream.profile import ProfileSettings, profile_model
@@ -63,19 +63,19 @@ PROFILE = Path(__file__).parents[1] / "examples" / "profiles" / "xeon-two-proces
 
 
 class Planned:
-    """A configuration as a contender: a pipeline in separate processes."""
+    """A plan as a contender: a pipeline in separate processes."""
 
-    def __init__(self, configuration: Configuration, prediction: Prediction, batch: int, length: int) -> None:
+    def __init__(self, plan: Plan, batch: int, length: int) -> None:
         generator = torch.Generator().manual_seed(0)
         self.inputs = torch.randint(0, VOCABULARY, (batch, length), generator=generator)
         self.pipe = Pipeline.from_config(
             model_config(length),
-            schedule=configuration.schedule,
-            stages_per_rank=configuration.stages_per_rank,
-            num_microbatches=prediction.num_microbatches,
-            slices=list(prediction.slices),
-            partition=list(prediction.partition),
-            memory=Memory(recompute=configuration.recompute),
+            schedule=plan.schedule,
+            stages_per_rank=plan.stages_per_rank,
+            num_microbatches=plan.num_microbatches,
+            slices=list(plan.slices),
+            partition=list(plan.partition),
+            memory=Memory(recompute=plan.recompute),
             runtime=Runtime(self_check=False),
         )
         self.optimizer = torch.optim.AdamW(self.pipe.parameters(), lr=1e-4)
@@ -138,10 +138,10 @@ class Pace:
         self._contender.close()
 
 
-def measure(space: PlanSpace, configuration: Configuration, repeats: int, pace: Pace) -> dict[str, Any]:
-    candidate = space.evaluate(configuration)
+def measure(space: PlanSpace, choices: Plan, repeats: int, pace: Pace) -> dict[str, Any]:
+    candidate = space.evaluate(choices)
     prediction = space.predict(candidate)
-    arguments = (configuration, prediction, space.global_batch, space.seq_len)
+    arguments = (prediction.plan, space.global_batch, space.seq_len)
     contender = Contender("planned", Planned, *arguments)
     contender.wait()
     rounds = [(pace.now(), contender.run()) for _ in range(WARM_UPS + repeats)][WARM_UPS:]
@@ -151,8 +151,8 @@ def measure(space: PlanSpace, configuration: Configuration, repeats: int, pace: 
     return {
         "sequences": space.global_batch,
         "tokens": space.seq_len,
-        "configuration": asdict(configuration),
-        "slices": prediction.slices,
+        "configuration": {name: choices.choice(name) for name in CHOICES},
+        "slices": prediction.plan.slices,
         "measured": statistics.median(seconds),
         "seconds": seconds,
         "pace": statistics.median(paces),
@@ -166,8 +166,9 @@ def measure(space: PlanSpace, configuration: Configuration, repeats: int, pace: 
 def compare(source: ProfileSource, batch: int, length: int, repeats: int, pace: Pace) -> list[dict[str, Any]]:
     space, rows = PlanSpace(source, length, batch, PlanOptions()), []
     for schedule, stages, slices, recompute in few(CONFIGURATIONS, 3):
-        configuration = Configuration(1, 2, 1, stages, schedule, 1, slices, recompute, 0.0, "none")
-        rows.append(measure(space, configuration, repeats, pace))
+        order = {"stages_per_rank": stages, "schedule": schedule, "num_slices": slices, "recompute": recompute}
+        choices = replace(ONE_DEVICE, pipeline_parallel=2, **order)
+        rows.append(measure(space, choices, repeats, pace))
         print(line(rows[-1]), flush=True)
     return rows
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,8 @@ from slipstream.planner.joint import (
     find_vocabulary_plan,
     granularity_for,
 )
-from slipstream.planner.plans import Prediction
+from slipstream.planner.plan import CHOICES
+from slipstream.planner.plan_report import Prediction
 from slipstream.planner.ragged import StageRates, StepMemory, StepPlan, StepProblem, find_plan_within, fit_rates
 from slipstream.planner.ragged.step_search import find_step_plan
 from slipstream.planner.search import make_options, search_plans
@@ -95,7 +96,7 @@ def _measured(request: Request) -> Answer:
     return _of_plan(search_plans(source, request["seq_len"], request["global_batch"], options=options))
 
 
-def _of_plan(plan: slipstream.Plan) -> Answer:
+def _of_plan(plan: slipstream.PlanReport) -> Answer:
     best = plan.best
     return {
         "best": _of_prediction(best),
@@ -108,7 +109,7 @@ def _of_plan(plan: slipstream.Plan) -> Answer:
 
 def _in_short(prediction: Prediction) -> list[Any]:
     """Returns the choices and the seconds."""
-    return [[*asdict(prediction.configuration).values()], prediction.step_seconds]
+    return [[*map(prediction.plan.choice, CHOICES)], prediction.step_seconds]
 
 
 def _without_rounding(seconds: float, prediction: Prediction) -> float:
@@ -116,13 +117,13 @@ def _without_rounding(seconds: float, prediction: Prediction) -> float:
 
 
 def _of_prediction(prediction: Prediction) -> Answer:
-    causes = prediction.seconds_by_cause
+    causes, plan = prediction.seconds_by_cause, prediction.plan
     return {
-        "configuration": asdict(prediction.configuration),
-        "partition": [*prediction.partition],
-        "placement": [*prediction.placement],
-        "slices": [*prediction.slices],
-        "num_microbatches": prediction.num_microbatches,
+        "configuration": {name: plan.choice(name) for name in CHOICES},
+        "partition": [*plan.partition],
+        "placement": [*plan.placement],
+        "slices": [*plan.slices],
+        "num_microbatches": plan.num_microbatches,
         "step_seconds": prediction.step_seconds,
         "mfu": prediction.mfu,
         "idle_fraction": prediction.idle_fraction,

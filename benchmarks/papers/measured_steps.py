@@ -43,7 +43,7 @@ from benchmarks.papers.paper_plans import PaperSource, PaperSpace
 from benchmarks.papers.tables import read, with_dropout
 from slipstream.cost import Cluster, CountedCosts, Degrees, ModelCount, StageParts, load_cluster
 from slipstream.planner.partition import partition_layers
-from slipstream.planner.plans import Configuration
+from slipstream.planner.plan import ONE_DEVICE, Plan
 from slipstream.planner.search.evaluate import Evaluation
 from slipstream.planner.search.placed_partition import PlacedPartition
 from slipstream.planner.search.plan_options import PlanOptions
@@ -163,7 +163,7 @@ class Row:
         return None
 
     @property
-    def configuration(self) -> Configuration:
+    def plan(self) -> Plan:
         tensor, pipeline, stages = self.number("tp"), self.number("pp"), self.number("vp")
         if self.text["schedule"] == "interleaved 1F1B" and not self.text["vp"]:
             stages = 2
@@ -171,7 +171,8 @@ class Row:
         size = self.number("mbs") if self.text["mbs"] else max(1, per_replica // (pipeline * stages))
         recompute = "full" if self.text["recompute"] == "full" else "none"
         recompute = "selective" if self.text["recompute"].startswith("selective") else recompute
-        return Configuration(
+        return replace(
+            ONE_DEVICE,
             tensor_parallel=tensor,
             pipeline_parallel=pipeline,
             data_parallel=self.replicas,
@@ -180,7 +181,6 @@ class Row:
             microbatch_size=size,
             num_slices=self.number("token_slices"),
             recompute=recompute,
-            offload=0.0,
             shard="optimizer" if self.replicas * self.number("cp") > 1 else "none",
             context_parallel=self.number("cp"),
             # one row spreads experts over ranks that share layers, too, which counts as spread over the others
@@ -234,7 +234,7 @@ class Row:
         return replace(described, device=replace(device, **{name: factor * getattr(device, name) for name in names}))
 
     def candidate(self, factor: float) -> Evaluation:
-        return MeasuredSpace(self.source_at(factor)).evaluate(self.configuration)
+        return MeasuredSpace(self.source_at(factor)).evaluate(self.plan)
 
     def source_at(self, factor: float) -> MeasuredSource:
         return MeasuredSource(self, self.cluster(factor))
@@ -282,13 +282,8 @@ class MeasuredSpace(PaperSpace):
         super().__init__(source, row.number("seq"), row.number("gbs"), PlanOptions(), equal_operations(row))
         self._of = row
 
-    def cut(self, configuration: Configuration) -> PlacedPartition:
-        return self._equal_layers(
-            configuration.degrees,
-            configuration.microbatch_size,
-            configuration.pipeline_parallel,
-            configuration.stages_per_rank,
-        )
+    def cut(self, plan: Plan) -> PlacedPartition:
+        return self._equal_layers(plan.degrees, plan.microbatch_size, plan.pipeline_parallel, plan.stages_per_rank)
 
     def _cut_equally(self, degrees: Degrees, size: int, pipeline: int, stages_per_rank: int) -> PlacedPartition:
         num_layers, num_stages = len(self.source.kinds), pipeline * stages_per_rank

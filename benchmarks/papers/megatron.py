@@ -20,7 +20,7 @@ from benchmarks.papers.formulas import GPT
 from benchmarks.papers.paper_plans import LayersAlone, PaperCosts, PaperSource, PaperSpace, UnscatteredCosts
 from benchmarks.papers.tables import errors, gpt, read
 from slipstream.cost import Cluster, load_cluster
-from slipstream.planner.plans import Configuration
+from slipstream.planner.plan import ONE_DEVICE, Plan
 from slipstream.planner.search.evaluate import Evaluation
 
 LENGTH = 2048
@@ -77,21 +77,26 @@ class Run:
         return self.tensor_parallel * self.pipeline_parallel * self.data_parallel
 
     @property
-    def configuration(self) -> Configuration:
+    def plan(self) -> Plan:
         """The choices of `slipstream plan` that this is."""
-        degrees = self.tensor_parallel, self.pipeline_parallel, self.data_parallel
-        schedule = "1f1b" if self.stages_per_rank == 1 else "interleaved-1f1b"
-        return Configuration(
-            *degrees, self.stages_per_rank, schedule, self.microbatch_size, 1, "stage", 0.0, shard="none"
+        return replace(
+            ONE_DEVICE,
+            tensor_parallel=self.tensor_parallel,
+            pipeline_parallel=self.pipeline_parallel,
+            data_parallel=self.data_parallel,
+            stages_per_rank=self.stages_per_rank,
+            schedule="1f1b" if self.stages_per_rank == 1 else "interleaved-1f1b",
+            microbatch_size=self.microbatch_size,
+            recompute="stage",
         )
 
 
 def candidate(model: Model, run: Run, cluster: Cluster) -> Evaluation:
-    """Returns the configuration with its costs on the cluster, simulated."""
+    """Returns the plan with its costs on the cluster, simulated."""
     counted = gpt(model.hidden_size, model.num_heads, model.num_layers)
     counted = LayersAlone.of(counted) if model.layers_alone else counted
     source = PaperSource(counted, cluster, PaperCosts if run.scattered else UnscatteredCosts)
-    return PaperSpace(source, LENGTH, run.batch_size, slices=(LENGTH,)).evaluate(run.configuration)
+    return PaperSpace(source, LENGTH, run.batch_size, slices=(LENGTH,)).evaluate(run.plan)
 
 
 def seconds(model: Model, run: Run, cluster: Cluster) -> float:

@@ -30,7 +30,7 @@ from slipstream.cost import (
     Work,
 )
 from slipstream.cost.cluster_links import ClusterCost
-from slipstream.planner.plans import Configuration
+from slipstream.planner.plan import Plan
 from slipstream.planner.search.placed_partition import PlacedPartition
 from slipstream.planner.search.plan_options import PlanOptions
 from slipstream.planner.search.plan_space import PlanSpace
@@ -128,9 +128,8 @@ class PaperSpace(PlanSpace):
         super().__init__(source, seq_len, global_batch, options or PlanOptions())
         self._given_slices, self._equal_layers = slices, cache(self._cut_equally)
 
-    def cut(self, configuration: Configuration) -> PlacedPartition:
-        c = configuration
-        return self._equal_layers(c.degrees, c.microbatch_size, c.pipeline_parallel, c.stages_per_rank)
+    def cut(self, plan: Plan) -> PlacedPartition:
+        return self._equal_layers(plan.degrees, plan.microbatch_size, plan.pipeline_parallel, plan.stages_per_rank)
 
     def _cut_equally(self, degrees: Degrees, size: int, pipeline: int, stages_per_rank: int) -> PlacedPartition:
         num_stages = pipeline * stages_per_rank
@@ -141,12 +140,12 @@ class PaperSpace(PlanSpace):
             self.costs(degrees, size), placement, (*(stage.start for stage in stages), stages[-1].stop)
         )
 
-    def slices(self, configuration: Configuration) -> tuple[int, ...]:
-        return self._given_slices or super().slices(configuration)
+    def slices(self, plan: Plan) -> tuple[int, ...]:
+        return self._given_slices or super().slices(plan)
 
-    def actions(self, configuration: Configuration, shape: ScheduleShape) -> ActionArrays:
+    def actions(self, plan: Plan, shape: ScheduleShape) -> ActionArrays:
         """Returns the papers' schedule, whose backwards are whole."""
-        return whole_backwards(shape, configuration.recompute in REPLAYED)
+        return whole_backwards(shape, plan.recompute in REPLAYED)
 
 
 @lru_cache(maxsize=KEPT)

@@ -15,8 +15,7 @@ from transformers import LlamaConfig
 from benchmarks.harness import few, setting, write
 from benchmarks.plan_search import SHAPES
 from slipstream.cost import AnalyticSource, load_cluster
-from slipstream.planner.plans import Prediction
-from slipstream.planner.report import configuration_text
+from slipstream.planner.plan_report import Prediction
 from slipstream.planner.search import PlanOptions, search_plans
 from slipstream.profile import count_model
 
@@ -35,13 +34,13 @@ PRACTICES = [
 
 
 def described(best: Prediction) -> dict[str, Any]:
-    chosen = best.configuration
+    chosen = best.plan
     degrees = chosen.tensor_parallel, chosen.pipeline_parallel, chosen.data_parallel, chosen.context_parallel
     return {
         "degrees": degrees,
         "seconds": best.step_seconds,
         "bytes": best.peak_memory,
-        "plan": configuration_text(chosen),
+        "plan": chosen.describe(),
     }
 
 

@@ -19,7 +19,7 @@ from benchmarks.papers.paper_plans import LayersAlone, PaperCosts, PaperSource, 
 from benchmarks.papers.tables import errors, gpt, read, slice_lengths
 from slipstream.cost import Cluster, CountedCosts, Degrees, Stage, load_cluster
 from slipstream.cost.cluster_links import ClusterCost
-from slipstream.planner.plans import Configuration
+from slipstream.planner.plan import ONE_DEVICE
 from slipstream.planner.slicing import slice_batch, slice_tokens
 from slipstream.schedule import Op
 
@@ -138,8 +138,14 @@ class Setting:
 @lru_cache(maxsize=KEPT)
 def step(setting: Setting, constants: Constants, slices: tuple[int, ...]) -> float:
     """Returns the simulated seconds of an iteration."""
-    t, p, d = setting.tensor_parallel, setting.pipeline_parallel, setting.data_parallel
-    chosen = Configuration(t, p, d, 1, "gpipe", 1, len(slices), "none", 0.0, shard="none")
+    chosen = replace(
+        ONE_DEVICE,
+        tensor_parallel=setting.tensor_parallel,
+        pipeline_parallel=setting.pipeline_parallel,
+        data_parallel=setting.data_parallel,
+        schedule="gpipe",
+        num_slices=len(slices),
+    )
     return setting.space(constants, slices).evaluate(chosen).seconds
 
 

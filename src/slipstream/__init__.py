@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from slipstream.options import Layers, Memory, Parallelism, Precision, Runtime
     from slipstream.parallel import ParameterShare, RankGroup, make_mesh
     from slipstream.pipeline import Pipeline, SequenceLoss
-    from slipstream.planner import Plan
+    from slipstream.planner import OPEN, Plan, PlanReport
     from slipstream.planner.order.order_search import find_order, step_lower_bound
     from slipstream.planner.partition import partition_layers
     from slipstream.planner.report import write_report
@@ -57,7 +57,8 @@ __all__ = ["Layers", "Memory", "Parallelism", "Pipeline", "Precision", "Runtime"
 __all__ += ["SequenceLoss", "SlipstreamError"]
 __all__ += ["CutTokens", "Skip", "causal_attention", "check_sliceable", "sequence_of", "trust_remote_code"]
 __all__ += ["ParameterShare", "RankGroup", "make_mesh"]
-__all__ += ["Plan", "PlanOptions", "load_cluster", "load_profile", "partition_layers", "plan", "write_report"]
+__all__ += ["OPEN", "Plan", "PlanOptions", "PlanReport", "load_cluster", "load_profile", "partition_layers", "plan"]
+__all__ += ["write_report"]
 __all__ += ["slice_batch", "slice_batch_with_flushes", "slice_for_schedule", "slice_tokens"]
 __all__ += ["find_order", "schedule_costs", "slicing_frontier", "step_lower_bound"]
 __all__ += ["SCHEDULES", "ScheduleKind", "gpipe", "interleaved_one_f_one_b", "make_schedule", "one_f_one_b"]

@@ -87,10 +87,10 @@ def test_table_reasons_and_files_agree_with_the_plan(
     found = slipstream.plan(model, cluster, **settings, slicing=["equal-time", "exact"])
     table = [line for line in shown.splitlines() if re.match(r" \d+ x \d+ x \d+ ", line)]
     best = found.best
-    chosen = best.configuration
+    chosen = best.plan
     assert len(table) == len(found.predictions) <= 3
     for line, each in zip(table, found.predictions, strict=True):
-        degrees = each.configuration
+        degrees = each.plan
         names = [degrees.tensor_parallel, degrees.pipeline_parallel, degrees.data_parallel]
         assert line.split()[:5:2] == [str(name) for name in names]
         assert f" {seconds_text(each.step_seconds)} " in line
@@ -109,7 +109,7 @@ def test_table_reasons_and_files_agree_with_the_plan(
         assert (f" {column}: " in legend) == (column in heading)
     assert written["parallel"]["tensor"] == chosen.tensor_parallel
     assert written["plan"]["predicted"]["step_seconds"] == pytest.approx(best.step_seconds, rel=1e-5)
-    assert written["pipeline"]["slices"] == list(best.slices)
+    assert written["pipeline"]["slices"] == list(best.plan.slices)
     assert "Where the step's time goes" in unescape(report.read_text())
 
 
@@ -154,8 +154,8 @@ def test_an_exact_slicing_is_written_as_it_is(
     assert "slicing exact" in capsys.readouterr().out
     settings: dict[str, Any] = {"seq_len": SEQ_LEN, "global_batch": 2, "dtype": "float32", "pipeline_parallel": 2}
     found = slipstream.plan(model, cluster, **settings, schedule="1f1b", slicing="exact")
-    assert found.best.configuration.slicing == "exact"
-    assert written["pipeline"]["slices"] == list(found.best.slices)
+    assert found.best.plan.slicing == "exact"
+    assert written["pipeline"]["slices"] == list(found.best.plan.slices)
     with pytest.raises(SlipstreamError, match="slicing='exat' isn't known; did you mean 'exact'"):
         plan_file(model, cluster, tmp_path / "b.yaml", slicing="exat")
 
@@ -168,8 +168,8 @@ def test_python_takes_what_the_command_takes(model: Path, cluster: Path, tmp_pat
     settings |= {"tensor_parallel": 1, "pipeline_parallel": 2, "num_slices": 2, "offload": 0.0}
     forms = [llama(), model, model / "config.json", tmp_path / "training.yaml"]
     found = [slipstream.plan(each, cluster, **settings) for each in forms]
-    assert len({each.best.configuration for each in found}) == 1
-    assert {each.best.configuration.schedule for each in found} == {"1f1b"}
+    assert len({each.best.plan for each in found}) == 1
+    assert {each.best.plan.schedule for each in found} == {"1f1b"}
     assert found[0].model == "llama, 4 layers of 32"
     pinned = {"pipeline_parallel": 8, "schedule": "1f1b", "recompute": "none", "offload": 0.0}
     counted = slipstream.plan(MODEL, "h100-dgx", seq_len=4096, global_batch=8, **pinned)  # one node of a named cluster
@@ -189,14 +189,14 @@ def test_the_plan_file_reads_back_as_a_configuration(changes: dict[str, int], be
     sizes = {"num_hidden_layers": 16, "max_position_embeddings": 4096}
     write_plan_file(shown, {"config": {"model_type": "llama", **sizes}}, path)
     config = load_config(path, ["--data.corpus=python-stdlib", "--training.output=x", "--training.steps=1"])
-    predicted, chosen = shown.best, shown.best.configuration
+    predicted, chosen = shown.best, shown.best.plan
     pipeline = config.pipeline
     assert pipeline.num_ranks == chosen.pipeline_parallel
     assert pipeline.schedule == chosen.schedule
-    assert pipeline.slices == list(predicted.slices)
-    assert pipeline.partition == list(predicted.partition)
+    assert pipeline.slices == list(predicted.plan.slices)
+    assert pipeline.partition == list(predicted.plan.partition)
     assert (config.memory.recompute, config.memory.offload) == (chosen.recompute, chosen.offload)
-    assert pipeline.num_microbatches == predicted.num_microbatches
+    assert pipeline.num_microbatches == predicted.plan.num_microbatches
     assert (config.training.batch_size, config.training.precision) == (shown.global_batch, "bf16-weights")
     assert config.model.config == {"model_type": "llama", **sizes}
     assert config.plan.predicted["memory_limit_bytes"] == 80_000_000_000
@@ -264,7 +264,7 @@ def test_why_ranks_share_no_other_slices_and_experts(cluster: Path) -> None:
     found = slipstream.plan(ARCHITECTURES["gpt_oss"], cluster, **settings)
     said = "\n".join(reasons(found))
     for choice in ("context_parallel", "expert_parallel"):
-        chosen = getattr(found.best.configuration, choice)
+        chosen = found.best.plan.choice(choice)
         assert re.search(rf"{choice.replace('_', ' ')} \d instead of {chosen}", said)
     recurrent = "\n".join(reasons(slipstream.plan(HYBRIDS["lfm2"], cluster, **settings)))
     assert "context parallel 1: layer 0 carries a state" in recurrent
@@ -363,7 +363,7 @@ def test_what_ranks_measured_together_is_planned_for_as_many(tmp_path: Path) -> 
     assert profile.degrees == Degrees(context=2, experts=2)._replace(exchange="auto")
     assert profile.hardware.processes == 2
     plan = slipstream.plan(mixture, file, seq_len=SEQ_LEN, global_batch=2)
-    chosen = plan.best.configuration
+    chosen = plan.best.plan
     assert (chosen.context_parallel, chosen.expert_parallel, chosen.num_devices) == (2, 2, 2)
     assert plan_settings(plan, {}, chosen.schedule)["parallel"]["context_exchange"] == "auto"
     with pytest.raises(SlipstreamError, match="divide"):
@@ -521,7 +521,7 @@ def test_without_a_cluster_the_kept_costs_of_this_machine_are_used(
     spread = replace(profile, hardware=hardware, degrees=Degrees(tensor=2))
     CostCache(llama(), asked, device, 4, Degrees(2, 1, 1)).keep(spread, print)
     for plan in (slipstream.plan(llama(), **settings), slipstream.plan(llama(), **settings, tensor_parallel=2)):
-        degrees = plan.best.configuration
+        degrees = plan.best.plan
         assert (plan.num_devices, degrees.tensor_parallel, degrees.pipeline_parallel) == (4, 2, 2)
     assert slipstream.plan(llama(), **settings, tensor_parallel=1).num_devices == 1
     CostCache(llama(), asked, device, 4, Degrees(2, 1, 1)).keep(replace(spread, sequence_parallel=True), print)

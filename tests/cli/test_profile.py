@@ -44,7 +44,7 @@ def test_a_training_configuration_whose_ranks_share_layers(tmp_path: Path) -> No
     rows = (VOCABULARY + 1) // 2  # the first rank's
     assert head == rows * profile.model.hidden_size + profile.model.hidden_size  # and a norm
     plan = slipstream.plan(config, output, seq_len=16, global_batch=1, num_slices=2)
-    assert plan.best.configuration.tensor_parallel == 2
+    assert plan.best.plan.tensor_parallel == 2
 
 
 @pytest.mark.parametrize(

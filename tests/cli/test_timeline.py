@@ -262,12 +262,12 @@ def test_a_cluster_gives_the_costs_that_a_plan_has(model: Path, cluster: Path, t
     others: dict[str, Any] = {"schedule": "1f1b", "num_slices": 3, "recompute": "none", "offload": 0.0}
     plan = slipstream.plan(model, cluster, seq_len=64, global_batch=1, dtype="float32", **degrees, **others)
     best, schedule = plan.best, plan.timeline.schedule
-    given = of_plan(schedule, best.partition, best.slices, tmp_path)
+    given = of_plan(schedule, best.plan.partition, best.plan.slices, tmp_path)
     options = f"--model={model}", f"--cluster={cluster}", "--dtype=float32", "--tensor-parallel=2"
     assert makespan(*given, *options) == as_shown(plan.timeline.makespan)
     costs = choose_costs(llama(), cluster, seq_len=64, dtype="float32").costs(Degrees(tensor=2), 1)
-    given = of_plan(schedule, [1.5, 2.5], best.slices, tmp_path)
-    expected = simulate(schedule, costs.cost([1.5, 2.5], best.slices)).makespan
+    given = of_plan(schedule, [1.5, 2.5], best.plan.slices, tmp_path)
+    expected = simulate(schedule, costs.cost([1.5, 2.5], best.plan.slices)).makespan
     assert makespan(*given, *options) == as_shown(expected) != as_shown(plan.timeline.makespan)
     for changed, said in (
         ("--tensor-parallel=3", "tensor_parallel=3 can't be predicted for four: choose one of 1, 2, 4."),

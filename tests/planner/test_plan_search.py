@@ -17,15 +17,16 @@ from slipstream.errors import SlipstreamError
 from slipstream.model.adapters import Adapter
 from slipstream.model.trained_weights import TrainedWeights
 from slipstream.number_format import NF4
-from slipstream.planner.plans import AUTO, Configuration, Plan
-from slipstream.planner.report import configuration_text, reasons
+from slipstream.planner.plan import AUTO, CHOICES, ONE_DEVICE, Plan
+from slipstream.planner.plan_report import PlanReport
+from slipstream.planner.report import reasons
 from slipstream.planner.search import plan_space, search_plans
 from slipstream.planner.search.evaluate import Evaluation
 from slipstream.planner.search.plan_options import PlanOptions
 from slipstream.planner.search.plan_search import promising
 from slipstream.planner.search.plan_space import PlanSpace
 from slipstream.profile import count_model
-from slipstream.schedule import Op, validate
+from slipstream.schedule import Op, make_schedule, validate
 from slipstream.simulator import MemoryKind, StageSlice
 from support.adapters import lora
 from support.architectures import llama
@@ -77,14 +78,14 @@ def test_a_plan_says_what_it_rests_on_and_what_else_there_is() -> None:
     for each in (few, plan):
         assert [*each.predictions] == sorted(each.predictions, key=lambda prediction: prediction.step_seconds)
         for alternative in each.alternatives:
-            assert alternative.choice in alternative.prediction.configuration.differences(each.best.configuration)
+            assert alternative.choice in alternative.prediction.plan.differences(each.best.plan)
             longer = alternative.prediction.step_seconds - each.best.step_seconds
             assert sum(seconds for _, seconds in alternative.why(each.best)) == pytest.approx(longer)
             assert longer >= 0
-    c = best.configuration
+    c = best.plan
     assert c.num_devices == plan.num_devices == 4
-    assert sum(best.partition) == 6
-    assert sum(best.slices) == SEQ_LEN
+    assert sum(best.plan.partition) == 6
+    assert sum(best.plan.slices) == SEQ_LEN
     assert best.tokens_per_second == pytest.approx(8 * SEQ_LEN / best.step_seconds)
     assert 0 < best.mfu < 1  # type: ignore[operator]
     assert plan.timeline.num_ranks == c.pipeline_parallel
@@ -92,9 +93,9 @@ def test_a_plan_says_what_it_rests_on_and_what_else_there_is() -> None:
 
 
 def test_joint_searches_start_on_meshes_of_different_degrees_where_there_are_some() -> None:
-    best = Configuration(1, 2, 4, 1, "1f1b", 1, 4, "none", 0.0, "optimizer")
+    best = replace(ONE_DEVICE, pipeline_parallel=2, data_parallel=4, num_slices=4, shard="optimizer")
     same_mesh, larger = replace(best, num_slices=2), replace(best, microbatch_size=2)
-    wider, found = replace(best, tensor_parallel=2), replace(best, schedule="auto", tensor_parallel=4)
+    wider, found = replace(best, tensor_parallel=2), replace(best, schedule=make_schedule("1f1b", 2, 1, 4))
     alone = replace(best, pipeline_parallel=1, data_parallel=8)
     assert promising([alone, found, best, same_mesh, larger, wider]) == [best, wider]
     assert promising([best, same_mesh, larger]) == [best, larger]
@@ -118,30 +119,30 @@ def test_an_exact_slicing_wins_where_no_equal_times_are_as_good() -> None:
     long = long_sequences(4, kernel_seconds=1e-4)
     plan = search_plans(long, 4096, 1, options=options)
     best = plan.best
-    assert best.configuration.slicing == "exact"
-    assert best.configuration.num_slices == len(best.slices)
-    assert sum(best.slices) == 4096
+    assert best.plan.slicing == "exact"
+    assert best.plan.num_slices == len(best.plan.slices)
+    assert sum(best.plan.slices) == 4096
     (other,) = (each.prediction for each in plan.alternatives if each.choice == "slicing")
     assert other.step_seconds > best.step_seconds
     longer = f"{other.step_seconds / best.step_seconds - 1:+.1%}"
     assert any(f"slicing equal-time instead of exact: {longer}" in line for line in reasons(plan))
     only = search_plans(long, 4096, 1, options=replace(options, slicing=("equal-time",)))
-    assert only.best.slices == other.slices
+    assert only.best.plan.slices == other.plan.slices
     assert not [each for each in only.alternatives if each.choice == "slicing"]
     # the bytes are those of the slices that run
-    candidate = PlanSpace(long, 4096, 1, options).evaluate(best.configuration)
-    assert candidate.times.slices == best.slices
-    assert candidate.table.message_bytes == [float(candidate.cut.costs.message_bytes(n)) for n in best.slices]
-    footprint = candidate.table.footprint(StageSlice(1, len(best.slices) - 1), Op.F)
-    assert footprint.leaves == candidate.cut.costs.activation_bytes(candidate.cut.stages[1], best.slices[-1])
+    candidate = PlanSpace(long, 4096, 1, options).evaluate(best.plan)
+    assert candidate.times.slices == best.plan.slices
+    assert candidate.table.message_bytes == [float(candidate.cut.costs.message_bytes(n)) for n in best.plan.slices]
+    footprint = candidate.table.footprint(StageSlice(1, len(best.plan.slices) - 1), Op.F)
+    assert footprint.leaves == candidate.cut.costs.activation_bytes(candidate.cut.stages[1], best.plan.slices[-1])
 
 
 def test_equal_times_win_where_the_exact_formula_is_not_the_schedule() -> None:
     """TeraPipe's latency is that of all forwards, then all backwards; with 1F1B a few equal slices are better."""
     plan = search_plans(long_sequences(2, kernel_seconds=1e-5), 2048, 16, options=ONE_PIPELINE)
-    assert plan.best.configuration.slicing == "equal-time"
+    assert plan.best.plan.slicing == "equal-time"
     (other,) = (each.prediction for each in plan.alternatives if each.choice == "slicing")
-    assert other.configuration.slicing == "exact"
+    assert other.plan.slicing == "exact"
     assert other.step_seconds >= plan.best.step_seconds
 
 
@@ -157,9 +158,9 @@ def test_one_kind_of_slicing_may_be_all_that_is_allowed() -> None:
 # --- what PTD-P found, as results ------------------------------------------------------------------------------------
 
 
-def degrees(model: ModelCount, num_nodes: int, batch: int, options: PlanOptions) -> Configuration:
+def degrees(model: ModelCount, num_nodes: int, batch: int, options: PlanOptions) -> Plan:
     cluster = load_cluster("a100-selene").with_nodes(num_nodes)
-    return search_plans(AnalyticSource(model, cluster, "gpt"), 2048, batch, options=options).best.configuration
+    return search_plans(AnalyticSource(model, cluster, "gpt"), 2048, batch, options=options).best.plan
 
 
 def test_tensor_parallelism_fills_the_node_and_no_more() -> None:
@@ -206,7 +207,7 @@ def test_sharded_parameters_take_as_long_as_a_sharded_optimizer_and_no_less_memo
         assert found["parameters"].step_seconds == found["optimizer"].step_seconds
         held = found["parameters"].peak_memory - found["optimizer"].peak_memory
         assert held == pytest.approx(more * model.num_parameters)
-        assert "parameters sharded" in configuration_text(found["parameters"].configuration)
+        assert "parameters sharded" in found["parameters"].plan.describe()
     open_space = PlanSpace(source(), SEQ_LEN, 8, PlanOptions())
     assert {c.shard for _, _, c in open_space.bounded()} == {"none", "optimizer"}
     asked = PlanSpace(source(), SEQ_LEN, 8, PlanOptions(shard=("parameters",)))
@@ -222,7 +223,7 @@ def test_the_shortest_step_is_simulated_whole_before_it_is_reported(monkeypatch:
     monkeypatch.setattr(Evaluation, "_later", lambda self, ends: 0.9 * later(self, ends))
     options = replace(PLAIN, pipeline_parallel=(2,), microbatch_size=(1,), schedule=("1f1b",), num_slices=(1, 2))
     plan = search_plans(source(), SEQ_LEN, 256, options=options)
-    space, best = PlanSpace(source(), SEQ_LEN, 256, options), plan.best.configuration
+    space, best = PlanSpace(source(), SEQ_LEN, 256, options), plan.best.plan.only(CHOICES)
     whole = {c: space.evaluate(c).seconds for _, _, c in space.bounded()}
     assert space.evaluate_in_part(best).seconds < 0.95 * whole[best]
     assert plan.best.step_seconds == whole[best] == min(whole.values())
@@ -242,7 +243,7 @@ def test_a_single_device_is_planned_wherever_something_fits() -> None:
     space = PlanSpace(one_device(1e12), SEQ_LEN, 8, replace(saving, num_slices=(1,)))
     least = min(max(space.evaluate(c).peaks()) for _, _, c in space.bounded())
     plan = search_plans(one_device(1e12), SEQ_LEN, 8, options=replace(saving, memory_limit=0.99 * least))
-    assert whole.best.configuration.num_slices == 1 < plan.best.configuration.num_slices
+    assert whole.best.plan.num_slices == 1 < plan.best.plan.num_slices
     errors = []
     for share in (0.2, 0.4, 0.6, 0.8, 0.9, 1.0):
         try:
@@ -339,7 +340,7 @@ TWO_RANKS = PlanOptions(
 
 
 @cache
-def jointly_planned() -> Plan:
+def jointly_planned() -> PlanReport:
     return search_plans(counted_llama(), SEQ_LEN, 1, options=replace(TWO_RANKS, schedule=("auto",), offload=(0.0,)))
 
 
@@ -348,19 +349,23 @@ def test_a_joint_plan_is_at_least_as_fast_as_named_schedules_and_is_what_a_pipel
     plan = jointly_planned()
     best, found = plan.best, plan.best.joint
     assert found is not None
-    assert best.configuration.schedule == best.configuration.slicing == "auto"
-    assert (best.partition, best.slices, best.placement) == (found.partition, found.slices, found.schedule.placement)
+    assert best.plan.schedule_name == best.plan.slicing == "auto"
+    assert (best.plan.partition, best.plan.slices, best.plan.placement) == (
+        found.partition,
+        found.slices,
+        found.schedule.placement,
+    )
     (named,) = (each.prediction for each in plan.alternatives if each.choice == "schedule")
     assert named.step_seconds >= best.step_seconds
-    assert sum(best.partition) == 4
-    assert sum(best.slices) == SEQ_LEN
+    assert sum(best.plan.partition) == 4
+    assert sum(best.plan.slices) == SEQ_LEN
     pipe = make_pipe(
         llama(max_position_embeddings=SEQ_LEN),
         schedule=found.schedule,
         num_ranks=2,
-        slices=list(best.slices),
-        partition=list(best.partition),
-        recompute=best.configuration.recompute,
+        slices=list(best.plan.slices),
+        partition=list(best.plan.partition),
+        recompute=best.plan.recompute,
     )
     assert [*map(list, plan.schedule.actions)] == computed_rows(pipe)
 
@@ -373,7 +378,7 @@ def test_a_joint_plan_keeps_to_the_memory_of_the_device() -> None:
     limit = max(1e6, state + (free.peak_memory - state) / 2)
     options = replace(TWO_RANKS, schedule=("auto",), memory_limit=limit, offload=(0.0,))
     best = search_plans(counted_llama(), SEQ_LEN, 1, options=options).best
-    assert best.configuration.schedule == "auto"
+    assert best.plan.schedule_name == "auto"
     assert best.peak_memory <= limit < free.peak_memory
 
 
@@ -384,7 +389,7 @@ def test_a_joint_plan_within_the_memory_is_found_where_the_best_without_a_limit_
     free = search_plans(counted_llama(), SEQ_LEN, 4, options=replace(options, schedule=("auto",))).best
     limited = search_plans(counted_llama(), SEQ_LEN, 4, options=replace(options, memory_limit=free.peak_memory / 2))
     (named,) = (each.prediction for each in limited.alternatives if each.choice == "schedule")
-    assert limited.best.configuration.schedule == "auto"
+    assert limited.best.plan.schedule_name == "auto"
     assert limited.best.peak_memory <= free.peak_memory / 2
     assert limited.best.step_seconds < 1.002 * free.step_seconds < 0.98 * named.step_seconds
 
@@ -428,7 +433,7 @@ def heavy_source(tied: bool = False) -> AnalyticSource:
 
 
 @cache
-def planned(tied: bool = False, vocabulary: tuple[str, ...] | None = None) -> Plan:
+def planned(tied: bool = False, vocabulary: tuple[str, ...] | None = None) -> PlanReport:
     options = replace(ONE_COLUMN, vocabulary=vocabulary) if vocabulary else ONE_COLUMN
     return search_plans(heavy_source(tied), SEQ_LEN, 4, options=options)
 
@@ -440,7 +445,7 @@ def test_a_heavy_head_is_spread(tied: bool) -> None:
     model, spread = heavy_source(tied).model, planned(tied)
     whole = search_plans(source(model), SEQ_LEN, 4, options=ONE_COLUMN).best
     best = spread.best
-    assert (best.configuration.vocabulary, whole.configuration.vocabulary) == ("spread", "whole")
+    assert (best.plan.vocabulary, whole.plan.vocabulary) == ("spread", "whole")
     assert best.step_seconds < 0.95 * whole.step_seconds
     assert any("vocabulary whole instead of spread" in line for line in reasons(spread))
     validate(spread.schedule)
@@ -459,9 +464,9 @@ def test_a_heavy_head_is_spread(tied: bool) -> None:
 @pytest.mark.more
 def test_a_spread_vocabulary_is_pinned_or_open() -> None:
     found, spread, whole = planned(), planned(vocabulary=("spread",)), planned(vocabulary=("whole",))
-    assert {each.configuration.vocabulary for each in spread.predictions} == {"spread"}
+    assert {each.plan.vocabulary for each in spread.predictions} == {"spread"}
     assert spread.best.step_seconds < 1.02 * found.best.step_seconds
-    assert {each.configuration.vocabulary for each in whole.predictions} == {"whole"}
+    assert {each.plan.vocabulary for each in whole.predictions} == {"whole"}
     assert whole.best.step_seconds > found.best.step_seconds
 
 
@@ -481,4 +486,4 @@ def test_where_no_vocabulary_can_be_spread(plan_source: AnalyticSource, schedule
 def test_no_head_is_spread_over_ranks_that_share_layers() -> None:
     options = replace(ONE_COLUMN, pipeline_parallel=(2,), tensor_parallel=(2,))
     plan = search_plans(heavy_source(), SEQ_LEN, 4, options=options)
-    assert {each.configuration.vocabulary for each in plan.predictions} == {"whole"}
+    assert {each.plan.vocabulary for each in plan.predictions} == {"whole"}

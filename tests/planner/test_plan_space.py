@@ -1,4 +1,4 @@
-"""What a configuration takes is what a pipeline runs; no simulation beats a bound; what fits is never left out."""
+"""What a plan takes is what a pipeline runs; no simulation beats a bound; what fits is never left out."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from slipstream.cost import AnalyticSource, CountedCosts, Degrees, partition_of
-from slipstream.planner.plans import Configuration, Mesh
+from slipstream.planner.plan import ONE_DEVICE, Plan
 from slipstream.planner.search import bounds as search_bounds
 from slipstream.planner.search import search_plans
 from slipstream.planner.search.bounds import MemoryBound
-from slipstream.planner.search.evaluate import Evaluation, evaluate
+from slipstream.planner.search.evaluate import Batch, Evaluation, evaluate
 from slipstream.planner.search.frontier import Frontier
 from slipstream.planner.search.placed_partition import PlacedPartition
 from slipstream.planner.search.plan_options import PlanOptions
 from slipstream.planner.search.plan_space import PlanSpace
-from slipstream.planner.search.schedule_shape import NewestResults, ScheduleShape, cached_schedule
+from slipstream.planner.search.schedule_shape import NewestResults, ScheduleShape
 from slipstream.profile import count_model
 from slipstream.schedule import SCHEDULES, Op, make_schedule
 from slipstream.schedule.lowering import add_reductions
@@ -37,10 +37,8 @@ from support.small_clusters import SEQ_LEN, SMALL, small_cluster, source, with_f
 MODELS = SMALL, with_frozen(SMALL, 4)
 
 
-def simulated(
-    configuration: Configuration, plan_source: AnalyticSource | None = None, global_batch: int = 8
-) -> Evaluation:
-    return space_of(plan_source, global_batch).evaluate(configuration)
+def simulated(plan: Plan, plan_source: AnalyticSource | None = None, global_batch: int = 8) -> Evaluation:
+    return space_of(plan_source, global_batch).evaluate(plan)
 
 
 def space_of(plan_source: AnalyticSource | None = None, global_batch: int = 8) -> PlanSpace:
@@ -48,7 +46,7 @@ def space_of(plan_source: AnalyticSource | None = None, global_batch: int = 8) -
 
 
 @cache
-def bounds(number: int) -> tuple[PlanSpace, list[tuple[float, float, Configuration]]]:
+def bounds(number: int) -> tuple[PlanSpace, list[tuple[float, float, Plan]]]:
     slow = replace(small_cluster(), host=replace(small_cluster().host, bandwidth=1e7))
     model, cluster = ((MODELS[0], None), (MODELS[1], None), (MODELS[0], slow))[number]
     shard = ("none", "optimizer", "parameters")
@@ -65,11 +63,11 @@ def bounds(number: int) -> tuple[PlanSpace, list[tuple[float, float, Configurati
 @example(choice=1988684, number=1)  # one microbatch, whose last slice no rank computes again
 def test_no_simulation_beats_a_bound(choice: int, number: int) -> None:
     space, found = bounds(number)
-    seconds, size, configuration = found[choice % len(found)]
-    candidate = space.evaluate(configuration)
+    seconds, size, plan = found[choice % len(found)]
+    candidate = space.evaluate(plan)
     prediction = space.predict(candidate)
     assert prediction.step_seconds >= seconds * (1 - 1e-9)
-    mesh = Mesh.of(configuration)
+    mesh = plan.mesh
     assert prediction.step_seconds >= space.least_seconds(mesh) * (1 - 1e-9)
     assert max(candidate.peaks()) >= space.mean_state(mesh) * (1 - 1e-9)
     assert max(candidate.peaks()) >= size * (1 - 1e-9) or size == float("inf")
@@ -81,22 +79,32 @@ def test_no_simulation_beats_a_bound(choice: int, number: int) -> None:
 def test_a_bound_has_the_copies_to_the_host_and_back() -> None:
     """A step that copies most of the time is little longer than its bound, which knows those that nothing can save."""
     space, found = bounds(2)
-    exact = Configuration(1, 2, 2, 2, "v-min", 2, 1, "none", 1.0, "optimizer", "exact")
-    bound, configuration = next((seconds, c) for seconds, _, c in found if replace(c, num_slices=1) == exact)
-    assert 1 < space.predict(space.evaluate(configuration)).step_seconds / bound < 1.15
+    exact = replace(
+        ONE_DEVICE,
+        pipeline_parallel=2,
+        data_parallel=2,
+        stages_per_rank=2,
+        schedule="v-min",
+        microbatch_size=2,
+        offload=1.0,
+        shard="optimizer",
+        slicing="exact",
+    )
+    bound, plan = next((seconds, c) for seconds, _, c in found if replace(c, num_slices=1) == exact)
+    assert 1 < space.predict(space.evaluate(plan)).step_seconds / bound < 1.15
 
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_the_most_promising_come_first(number: int) -> None:
     """Of all that may fit, and of those with another schedule, by the bounds that they have by themselves."""
     space, found = bounds(number)
-    bound = {configuration: seconds for seconds, _, configuration in found if seconds}
+    bound = {plan: seconds for seconds, _, plan in found if seconds}
     frontier = Frontier(space, lambda *_: None)
     first = [*frontier.starting(0)]
     assert [seconds for seconds, _ in first] == sorted(seconds for seconds, _ in first)
-    assert all(bound.get(configuration, seconds) == seconds for seconds, configuration in first)
+    assert all(bound.get(plan, seconds) == seconds for seconds, plan in first)
     others = [*islice(frontier.others("schedule", "1f1b"), 100)]
-    assert "1f1b" not in {configuration.schedule for configuration in others}
+    assert "1f1b" not in {plan.schedule for plan in others}
     assert [bound[c] for c in others if c in bound] == sorted(bound[c] for c in others if c in bound)
 
 
@@ -105,10 +113,18 @@ def test_the_most_promising_come_first(number: int) -> None:
 def test_gradients_are_reduced_where_a_run_reduces_them(schedule: str, stages_per_rank: int, shard: str) -> None:
     """From REDUCE_GRAD's place on, one after the other; so a rank waits for those of its first stage at least."""
     space, _ = bounds(0)
-    configuration = Configuration(1, 2, 2, stages_per_rank, schedule, 1, 2, "none", 0.0, shard)
-    candidate = space.evaluate(configuration)
+    plan = replace(
+        ONE_DEVICE,
+        pipeline_parallel=2,
+        data_parallel=2,
+        stages_per_rank=stages_per_rank,
+        schedule=schedule,
+        num_slices=2,
+        shard=shard,
+    )
+    candidate = space.evaluate(plan)
     ends = {span.action: span.end for span in simulate(candidate.schedule, candidate.cost).spans}
-    shards = configuration.optimizer_shards
+    shards = plan.optimizer_shards
     seconds = [candidate.cut.costs.gradient_seconds(stage, 2, shards) for stage in candidate.cut.stages]
     waits, sums = [], []
     for row in add_reductions(candidate.schedule).actions:
@@ -119,7 +135,7 @@ def test_gradients_are_reduced_where_a_run_reduces_them(schedule: str, stages_pe
                 free = max(free, now) + seconds[action.stage]
         waits.append(free - now)
         sums.append(sum(seconds[action.stage] for action in row if action.op is Op.REDUCE_GRAD))
-    causes, (_, gathered, optimizer) = candidate.causes, space.tails(configuration)
+    causes, (_, gathered, optimizer) = candidate.causes, space.tails(plan)
     last = [max(ends[action] for action in row) for row in candidate.schedule.actions]
     assert candidate.seconds == pytest.approx(max(np.array(last) + waits + gathered + optimizer))
     assert any(causes["gradient reduction"] == pytest.approx(wait) for wait in waits)
@@ -131,8 +147,8 @@ def test_a_step_waits_for_copies_that_the_devices_of_a_node_make_together() -> N
     """Over a slow link it takes longer than all copies to the host and back, and over one of two devices as long."""
     links = {"bandwidth": 1e13}, {"bandwidth": 1e8}, {"bandwidth": 2e8, "shared_by": 2}
     clusters = [replace(small_cluster(), host=replace(small_cluster().host, **link)) for link in links]
-    configuration = Configuration(1, 2, 2, 1, "1f1b", 1, 2, "none", 1.0, "none")
-    fast, slow, shared = (simulated(configuration, source(cluster=cluster)) for cluster in clusters)
+    plan = replace(ONE_DEVICE, pipeline_parallel=2, data_parallel=2, num_slices=2, offload=1.0)
+    fast, slow, shared = (simulated(plan, source(cluster=cluster)) for cluster in clusters)
     assert fast.causes["offload"] == pytest.approx(0, abs=1e-6)
     copied = sum(slow.cost.copy_seconds(a) for a in slow.schedule.actions[0] if a.op in (Op.OFFLOAD, Op.RELOAD))
     assert copied < slow.seconds < fast.seconds + copied
@@ -144,34 +160,46 @@ def test_a_step_waits_for_copies_that_the_devices_of_a_node_make_together() -> N
 @given(choice=st.integers(0, 10**9), spare=st.sampled_from((1e-9, 1e-2)), number=st.integers(0, 1))
 @example(choice=20921, spare=1e-9, number=1)  # whose slices are back on the device long before their W
 def test_the_quick_test_of_memory_fails_nothing_that_fits(choice: int, spare: float, number: int) -> None:
-    """Not even where device and host have just the memory that the configuration takes without messages."""
+    """Not even where device and host have just the memory that the plan takes without messages."""
     space, found = bounds(number)
-    _, _, configuration = found[choice % len(found)]
-    candidate = space.evaluate(configuration)
+    _, _, plan = found[choice % len(found)]
+    candidate = space.evaluate(plan)
     silent = order_bytes(candidate.arrays, replace(candidate.table, message_bytes=()))
     peaks, away = silent.rank_peaks(), silent.host_peaks()
     assert max(peaks) <= max(candidate.peaks())
     cluster = small_cluster()
     cluster = replace(cluster, device=replace(cluster.device, host_memory=max(away) * (1 + spare)))
     limited = PlanSpace(source(MODELS[number], cluster), SEQ_LEN, 8, PlanOptions(memory_limit=max(peaks) * (1 + spare)))
-    assert limited.may_fit(configuration)
+    assert limited.may_fit(plan)
 
 
 @pytest.mark.parametrize(("recompute", "offload", "shard"), [("none", 0.0, "none"), ("stage+full", 0.5, "optimizer")])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_a_plan_is_evaluated_without_a_search(schedule: str, recompute: str, offload: float, shard: str) -> None:
-    """By its cut, slices and compute actions alone: seconds, their causes, and the peaks of devices and hosts."""
-    configuration, space = Configuration(1, 2, 2, 1, schedule, 1, 4, recompute, offload, shard), space_of()
-    found, cut = space.evaluate(configuration), space.cut(configuration)
-    computes = cached_schedule(space.shape(configuration)).schedule
-    plan = evaluate(configuration, cut, space.slices(configuration), computes, space.source.state, space.source.host)
-    assert plan.causes == found.causes
-    assert (plan.seconds, plan.peaks(), plan.host_peak()) == (found.seconds, found.peaks(), found.host_peak())
+    """By what it decides alone: seconds, their causes, and the peaks of devices and hosts."""
+    plan, space = (
+        replace(
+            ONE_DEVICE,
+            pipeline_parallel=2,
+            data_parallel=2,
+            schedule=schedule,
+            num_slices=4,
+            recompute=recompute,
+            offload=offload,
+            shard=shard,
+        ),
+        space_of(),
+    )
+    found, source_of = space.evaluate(plan), space.source
+    costs = space.costs(plan.degrees, plan.microbatch_size)
+    alone = evaluate(space.predict(found).plan, costs, Batch(SEQ_LEN, 8), source_of.state, source_of.host)
+    assert alone.causes == found.causes
+    assert (alone.seconds, alone.peaks(), alone.host_peak()) == (found.seconds, found.peaks(), found.host_peak())
 
 
 def test_its_memory_is_that_of_the_schedule_that_runs() -> None:
     """Counted too: rank 0 of two runs a forward of the next microbatch for each backward of the one before."""
-    candidate = simulated(Configuration(1, 2, 2, 1, "1f1b", 1, 4, "none", 0.0, "optimizer"))
+    candidate = simulated(replace(ONE_DEVICE, pipeline_parallel=2, data_parallel=2, num_slices=4, shard="optimizer"))
     ranks = memory_of(candidate.schedule, candidate.table)
     assert [sum(kinds.values()) for kinds in candidate.memory()] == [sum(rank.worst.during.values()) for rank in ranks]
     slices, costs = candidate.times.slices, space_of().costs(Degrees(), 1)
@@ -182,7 +210,7 @@ def test_its_memory_is_that_of_the_schedule_that_runs() -> None:
 
 def test_exact_slicings_are_of_pipelines_and_differ_from_the_others() -> None:
     space = PlanSpace(source(), SEQ_LEN, 8, PlanOptions())
-    found: dict[Configuration, set[tuple[int, ...]]] = {}
+    found: dict[Plan, set[tuple[int, ...]]] = {}
     for _, _, c in space.bounded():
         alike = replace(c, num_slices=1, slicing="equal-time")
         slices = space.slices(c)
@@ -246,8 +274,18 @@ def test_a_long_step_is_extrapolated_from_its_first_and_last_microbatches(schedu
     stages = SCHEDULES[schedule].stages_per_rank[:2][-1]
     space = PlanSpace(source(), SEQ_LEN, 800 // stages, PlanOptions())
     for recompute, offload in (("none", 0.0), ("none", 1.0), ("stage", 0.0), ("full", 1.0)):
-        configuration = Configuration(1, 3, 2, stages, schedule, 1, 4, recompute, offload, "optimizer")
-        few, whole = (kind(configuration) for kind in (space.evaluate_in_part, space.evaluate))
+        plan = replace(
+            ONE_DEVICE,
+            pipeline_parallel=3,
+            data_parallel=2,
+            stages_per_rank=stages,
+            schedule=schedule,
+            num_slices=4,
+            recompute=recompute,
+            offload=offload,
+            shard="optimizer",
+        )
+        few, whole = (kind(plan) for kind in (space.evaluate_in_part, space.evaluate))
         assert 3 * len(few.arrays.op) < len(whole.arrays.op)
         assert few.seconds == pytest.approx(whole.seconds, rel=1e-3)
         assert sum(few.causes.values()) == pytest.approx(few.seconds)
@@ -255,16 +293,16 @@ def test_a_long_step_is_extrapolated_from_its_first_and_last_microbatches(schedu
         assert few.peaks() == pytest.approx(whole.peaks(), rel=1e-6)
         assert few.host_peak() == pytest.approx(whole.host_peak(), rel=1e-6)
         first, second = space.predict(few), space.predict(whole)
-        assert first.num_microbatches == 400 // stages
+        assert first.plan.num_microbatches == 400 // stages
         assert first.peak_memory == pytest.approx(second.peak_memory, rel=1e-6)
         assert first.idle_fraction == pytest.approx(second.idle_fraction, abs=1e-3)
 
 
 def test_equal_layers_are_cut_evenly_by_time() -> None:
     space = PlanSpace(source(), SEQ_LEN, 8, PlanOptions())
-    configuration = Configuration(1, 2, 2, 1, "1f1b", 1, 1, "none", 0.0, "none")
-    times = space.times(configuration).compute
-    per_rank = space.cut(configuration).per_rank((times[Op.F] + times[Op.I] + times[Op.W]).sum(axis=1))
+    plan = replace(ONE_DEVICE, pipeline_parallel=2, data_parallel=2)
+    times = space.times(plan).compute
+    per_rank = space.cut(plan).per_rank((times[Op.F] + times[Op.I] + times[Op.W]).sum(axis=1))
     one = sum(float(space.costs(Degrees(), 1).seconds(range(2, 3), op, SEQ_LEN, 0)) for op in (Op.F, Op.I, Op.W))
     assert np.ptp(per_rank) <= one
 
@@ -273,8 +311,8 @@ def test_equal_layers_are_cut_evenly_by_time() -> None:
 def test_the_gradient_of_the_logits_is_there_while_the_last_stage_goes_backward(tensor_parallel: int) -> None:
     """In float32, of the rank's part of the vocabulary. Two equal stages otherwise."""
     vocabulary = SMALL.head_weight // SMALL.hidden_size
-    configuration = Configuration(tensor_parallel, 2, 1, 1, "1f1b", 2, 4, "none", 0.0, "none")
-    candidate = simulated(configuration, source(cluster=small_cluster(1)), global_batch=4)
+    plan = replace(ONE_DEVICE, tensor_parallel=tensor_parallel, pipeline_parallel=2, microbatch_size=2, num_slices=4)
+    candidate = simulated(plan, source(cluster=small_cluster(1)), global_batch=4)
     first, last = candidate.table.footprint(StageSlice(0, 1), Op.B), candidate.table.footprint(StageSlice(1, 1), Op.I)
     assert last.peak - first.peak == 4 * 2 * candidate.times.slices[1] * vocabulary / tensor_parallel
 
@@ -287,8 +325,15 @@ def test_the_gradient_of_the_logits_is_there_while_the_last_stage_goes_backward(
 )
 def test_what_is_simulated_is_what_a_pipeline_runs(schedule: str, stages_per_rank: int, recompute: str) -> None:
     """Backwards too, which a Pipeline splits where their result goes to another rank."""
-    configuration = Configuration(1, 2, 1, stages_per_rank, schedule, 1, 3, recompute, 0.0, "none")
-    candidate = simulated(configuration, source(cluster=small_cluster(1)), global_batch=4)
+    plan = replace(
+        ONE_DEVICE,
+        pipeline_parallel=2,
+        stages_per_rank=stages_per_rank,
+        schedule=schedule,
+        num_slices=3,
+        recompute=recompute,
+    )
+    candidate = simulated(plan, source(cluster=small_cluster(1)), global_batch=4)
     pipe = make_pipe(
         llama(num_hidden_layers=4),
         schedule=schedule,
@@ -304,9 +349,20 @@ def test_what_is_simulated_is_what_a_pipeline_runs(schedule: str, stages_per_ran
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_named_order_is_simulated_without_an_object_for_each_action(schedule: str) -> None:
     stages_per_rank = 2 if 2 in SCHEDULES[schedule].stages_per_rank else 1
-    configuration, space = Configuration(1, 2, 1, stages_per_rank, schedule, 1, 8, "stage", 0.5, "none"), space_of()
-    candidate = space.evaluate(configuration)
-    assert space.may_fit(configuration)
+    plan, space = (
+        replace(
+            ONE_DEVICE,
+            pipeline_parallel=2,
+            stages_per_rank=stages_per_rank,
+            schedule=schedule,
+            num_slices=8,
+            recompute="stage",
+            offload=0.5,
+        ),
+        space_of(),
+    )
+    candidate = space.evaluate(plan)
+    assert space.may_fit(plan)
     assert space.fits(candidate)
     assert candidate.seconds > 0
     assert candidate.schedule.ops >= {Op.F, Op.R, Op.OFFLOAD, Op.RELOAD}
@@ -317,7 +373,7 @@ def test_layers_that_are_recomputed_one_by_one() -> None:
     """On one device, one slice: a forward of the layers longer, and of the activations what enters them and one's."""
     one = source(cluster=small_cluster(1, 1))
     none, full, stage = (
-        simulated(Configuration(1, 1, 1, 1, "1f1b", 1, 1, recompute, 0.0, "none"), one, global_batch=2)
+        simulated(replace(ONE_DEVICE, recompute=recompute), one, global_batch=2)
         for recompute in ("none", "full", "stage")
     )
     layers = full.cut.costs.seconds(range(1, 5), Op.F, SEQ_LEN, 0) - full.cut.costs.cluster.device.action_seconds
@@ -327,14 +383,17 @@ def test_layers_that_are_recomputed_one_by_one() -> None:
     assert full.peaks()[0] < 0.8 * none.peaks()[0]
     limit = (full.peaks()[0] + none.peaks()[0]) / 2
     options = PlanOptions(memory_limit=limit, offload=(0.0,), num_slices=(1,))
-    assert search_plans(one, SEQ_LEN, 2, options=options).best.configuration.recompute == "full"
+    assert search_plans(one, SEQ_LEN, 2, options=options).best.plan.recompute == "full"
 
 
 @pytest.mark.parametrize(("schedule", "stages"), [("1f1b", 1), ("zb-v", 2)])
 def test_a_plan_of_frozen_layers_is_cut_for_what_runs(schedule: str, stages: int) -> None:
     """Five frozen layers of six: the first stage gets more of them, and runs forwards alone, as in the Pipeline."""
-    partly, configuration = with_frozen(SMALL, 5), Configuration(1, 2, 1, stages, schedule, 1, 3, "none", 0.0, "none")
-    frozen, whole = (simulated(configuration, source(model, small_cluster(1)), 4) for model in (partly, SMALL))
+    partly, plan = (
+        with_frozen(SMALL, 5),
+        replace(ONE_DEVICE, pipeline_parallel=2, stages_per_rank=stages, schedule=schedule, num_slices=3),
+    )
+    frozen, whole = (simulated(plan, source(model, small_cluster(1)), 4) for model in (partly, SMALL))
     assert frozen.seconds < whole.seconds
     pipe = make_pipe(
         llama(num_hidden_layers=6),
@@ -354,10 +413,11 @@ def test_a_plan_of_frozen_layers_is_cut_for_what_runs(schedule: str, stages: int
     assert sum(size for (_, op), size in table.gradients.items() if op is not Op.I) == state.gradients * trained
     assert sum(table.parameters.values()) == state.weights * partly.num_parameters
     if stages == 1:
-        moved = replace(frozen.cut, bounds=whole.cut.bounds)  # where the cut for training everything is slower
+        # The cut for training everything is slower.
         assert frozen.cut.bounds[1] > whole.cut.bounds[1]
-        slices, schedule = frozen.times.slices, frozen.schedule
-        assert evaluate(configuration, moved, slices, schedule, frozen.state).seconds > frozen.seconds
+        space = space_of(source(partly, small_cluster(1)), 4)
+        moved = replace(space.predict(frozen).plan, partition=partition_of(whole.cut.bounds, 1))
+        assert evaluate(moved, frozen.cut.costs, Batch(SEQ_LEN, 4), state).seconds > frozen.seconds
 
 
 def test_halves_of_two_layers_keep_what_enters_both() -> None:

@@ -11,7 +11,7 @@ import pytest
 from matplotlib.image import imread
 
 from slipstream.html_parts import Bar, axis_ticks, bar_chart
-from slipstream.planner.plans import Alternative, Plan
+from slipstream.planner.plan_report import Alternative, PlanReport
 from slipstream.planner.report import (
     MOST_RANKS,
     MOST_SPANS,
@@ -35,12 +35,12 @@ UNITS = {"s": 1, "ms": 1e-3, "µs": 1e-6, "B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e
 
 
 @pytest.fixture(scope="module")
-def plan() -> Plan:
+def plan() -> PlanReport:
     return make_plan()
 
 
 @pytest.fixture(scope="module")
-def page(plan: Plan) -> ElementTree.Element:
+def page(plan: PlanReport) -> ElementTree.Element:
     return ElementTree.fromstring(report_page(plan))
 
 
@@ -60,7 +60,7 @@ def close(value: float) -> object:
     return pytest.approx(value, rel=5.1e-3)
 
 
-def test_the_page_needs_nothing_else(plan: Plan) -> None:
+def test_the_page_needs_nothing_else(plan: PlanReport) -> None:
     text = report_page(plan)
     assert "http" not in text
     assert "<script" not in text
@@ -75,20 +75,20 @@ def test_the_page_needs_nothing_else(plan: Plan) -> None:
     assert report_page(plan) == text  # the same plan gives the same page
 
 
-def test_what_others_named_is_text(plan: Plan, page: ElementTree.Element) -> None:
+def test_what_others_named_is_text(plan: PlanReport, page: ElementTree.Element) -> None:
     assert page.findtext("./head/title") == "Plan: llama <16 layers> & more on h100-dgx"
     assert "Times are <computed>, not measured." in [item.text for item in page.iter("li")]
 
 
-def test_the_table_says_what_was_predicted(plan: Plan, page: ElementTree.Element) -> None:
+def test_the_table_says_what_was_predicted(plan: PlanReport, page: ElementTree.Element) -> None:
     heading, *rows = tables(page)[0]
     assert heading == ["", "tp x pp x dp", "schedule", "slices", "step", "tokens/s", "MFU", "idle", "memory"]
     assert shared_choices(plan.predictions)["microbatches"] == "2 of 1"
     assert len(rows) == len(plan.predictions)
     for row, predicted in zip(rows, plan.predictions, strict=True):
         cells = dict(zip(heading, row, strict=True))
-        assert cells["schedule"] == predicted.configuration.schedule
-        assert int(cells["slices"]) == predicted.configuration.num_slices
+        assert cells["schedule"] == predicted.plan.schedule
+        assert int(cells["slices"]) == predicted.plan.num_slices
         assert number(cells["step"]) == close(predicted.step_seconds)
         assert number(cells["tokens/s"]) == close(predicted.tokens_per_second)
         assert number(cells["MFU"]) == close(predicted.mfu or 0)
@@ -96,7 +96,7 @@ def test_the_table_says_what_was_predicted(plan: Plan, page: ElementTree.Element
         assert number(cells["memory"]) == close(predicted.peak_memory)
 
 
-def test_headline_is_that_of_the_best(plan: Plan, page: ElementTree.Element) -> None:
+def test_headline_is_that_of_the_best(plan: PlanReport, page: ElementTree.Element) -> None:
     tiles = {tile.findtext("dt"): tile.find("dd").text for tile in page.findall(".//dl/div")}
     best = plan.best
     assert number(tiles["Step"]) == close(best.step_seconds)
@@ -107,7 +107,7 @@ def test_headline_is_that_of_the_best(plan: Plan, page: ElementTree.Element) -> 
     assert number(tiles["Idle"]) == close(best.idle_fraction)
 
 
-def test_times_and_bytes_add_up_as_in_the_plan(plan: Plan, page: ElementTree.Element) -> None:
+def test_times_and_bytes_add_up_as_in_the_plan(plan: PlanReport, page: ElementTree.Element) -> None:
     _, time, memory, layers = tables(page)
     for row, predicted in zip(time[1:], plan.predictions, strict=True):
         assert number(row[-1]) == close(predicted.step_seconds)
@@ -117,10 +117,10 @@ def test_times_and_bytes_add_up_as_in_the_plan(plan: Plan, page: ElementTree.Ele
         shown = {MemoryKind(kind): number(cell) for kind, cell in zip(memory[0][1:-1], row[1:-1], strict=True)}
         assert shown == {kind: close(size) for kind, size in held.items()}
         assert number(row[-1]) == close(sum(held.values()))
-    assert [int(row[2]) for row in layers[1:]] == list(plan.best.partition)
+    assert [int(row[2]) for row in layers[1:]] == list(plan.best.plan.partition)
 
 
-def test_bars_are_as_long_as_their_numbers(plan: Plan) -> None:
+def test_bars_are_as_long_as_their_numbers(plan: PlanReport) -> None:
     bars = [Bar("a", {"one": 3.0, "two": 1.0}), Bar("b", {"two": 2.0})]
     chart = ElementTree.fromstring(f"<div>{bar_chart(bars, 'seconds', seconds_text, 5.0, 'limit')}</div>")
     pieces = [
@@ -180,11 +180,11 @@ def test_many_ranks_are_shown_in_part_and_said_to_be() -> None:
     assert shown_parts(plan.timeline) == ((plan.timeline,), "")
 
 
-def test_reasons_name_the_choice_the_time_and_where_it_goes(plan: Plan) -> None:
+def test_reasons_name_the_choice_the_time_and_where_it_goes(plan: PlanReport) -> None:
     best = plan.best
     other = replace(
         best,
-        configuration=replace(best.configuration, tensor_parallel=4, data_parallel=2, recompute="stage"),
+        plan=replace(best.plan, tensor_parallel=4, data_parallel=2, recompute="stage"),
         step_seconds=best.step_seconds * 1.071,
         seconds_by_cause={
             **best.seconds_by_cause,
@@ -199,13 +199,13 @@ def test_reasons_name_the_choice_the_time_and_where_it_goes(plan: Plan) -> None:
     both = (Alternative("tensor_parallel", other), Alternative("data_parallel", other))
     (line,) = reasons(replace(plan, alternatives=both))
     assert line.startswith(f"tensor parallel 4 instead of 1, data parallel 2 instead of 1: +7.1%, {held} (")
-    same = replace(best, configuration=replace(best.configuration, offload=0.5))
+    same = replace(best, plan=replace(best.plan, offload=0.5))
     assert reasons(replace(plan, alternatives=(Alternative("offload", same),))) == [
         f"offload 50% instead of none: as fast, {held}"
     ]
 
 
-def test_the_search_says_what_it_may_have_missed(plan: Plan) -> None:
+def test_the_search_says_what_it_may_have_missed(plan: PlanReport) -> None:
     assert search_text(plan) == (
         "searched 12,345 configurations on 7 of 9 meshes in 1.50 s: 678 too large for the memory, 3 simulated; one of "
         "the others could be faster by 1.2% at most"
@@ -219,7 +219,7 @@ def test_slices_in_words() -> None:
     assert slices_text([*range(81, 0, -1)]) == "81 slices of 81, 80, 79, 78, ..., 3, 2, 1 tokens"
 
 
-def test_without_limit_or_peak_nothing_is_made_up(plan: Plan) -> None:
+def test_without_limit_or_peak_nothing_is_made_up(plan: PlanReport) -> None:
     unknown = tuple(replace(each, mfu=None, memory_limit=float("inf")) for each in plan.predictions)
     text = report_page(replace(plan, predictions=unknown, alternatives=(), notes=()))
     page = ElementTree.fromstring(text)
@@ -235,7 +235,7 @@ def test_without_limit_or_peak_nothing_is_made_up(plan: Plan) -> None:
 @pytest.mark.parametrize(
     ("width", "theme", "page_color"), each_once([500, 1200], [("light", "#fbfbfa"), ("dark", "#15171b")])
 )
-def test_a_browser_shows_it(plan: Plan, tmp_path: Path, theme: str, page_color: str, width: int) -> None:
+def test_a_browser_shows_it(plan: PlanReport, tmp_path: Path, theme: str, page_color: str, width: int) -> None:
     """In the page's colours, and no wider than the window: only tables and the timeline scroll, inside their frames."""
     page, picture = tmp_path / "plan.html", tmp_path / "plan.png"
     write_report(plan, page)
@@ -250,7 +250,7 @@ def test_a_browser_shows_it(plan: Plan, tmp_path: Path, theme: str, page_color: 
     assert (pixels == first_bar).all(axis=-1).sum() > 1000
 
 
-def test_a_browser_reads_the_whole_page(plan: Plan, tmp_path: Path) -> None:
+def test_a_browser_reads_the_whole_page(plan: PlanReport, tmp_path: Path) -> None:
     page = tmp_path / "plan.html"
     write_report(plan, page)
     found = browse(page, tmp_path, "--dump-dom")

@@ -16,7 +16,8 @@ from slipstream.cost import (
     PartCount,
     load_cluster,
 )
-from slipstream.planner.plans import Alternative, Configuration, Plan, Prediction
+from slipstream.planner.plan import ONE_DEVICE
+from slipstream.planner.plan_report import Alternative, PlanReport, Prediction
 from slipstream.schedule import Op, Schedule, make_schedule
 from slipstream.simulator import MemoryKind, TableCost, simulate
 from slipstream.timeline import Timeline, idle_by_cause
@@ -63,7 +64,7 @@ def pipeline_cost(costs: CountedCosts, partition: Sequence[int], slices: Sequenc
     return replace(costs.action_costs(times, slices), activations=activations)
 
 
-def make_plan(num_ranks: int = 4, num_slices: int = 4, num_microbatches: int = 2, **changes: object) -> Plan:
+def make_plan(num_ranks: int = 4, num_slices: int = 4, num_microbatches: int = 2, **changes: object) -> PlanReport:
     """1f1b with slices above gpipe and above whole sequences; `changes` replace fields of the plan."""
     best, schedule, timeline = _predict("1f1b", num_ranks, num_slices, num_microbatches)
     second, *_ = _predict("gpipe", num_ranks, num_slices, num_microbatches)
@@ -87,7 +88,7 @@ def make_plan(num_ranks: int = 4, num_slices: int = 4, num_microbatches: int = 2
         "seconds": 1.5,
         "notes": ("Times are <computed>, not measured.",),
     }
-    return Plan(**fields | changes)  # type: ignore[arg-type]
+    return PlanReport(**fields | changes)  # type: ignore[arg-type]
 
 
 def _predict(
@@ -110,11 +111,16 @@ def _predict(
         for stage, peak in zip(stages_of(partition), timeline.peak_memory, strict=True)
     )
     prediction = Prediction(
-        configuration=Configuration(1, num_ranks, 1, 1, name, 1, num_slices, "none", 0.0, "none"),
-        partition=partition,
-        placement=schedule.placement,
-        slices=slices,
-        num_microbatches=num_microbatches,
+        plan=replace(
+            ONE_DEVICE,
+            pipeline_parallel=num_ranks,
+            schedule=name,
+            num_slices=num_slices,
+            num_microbatches=num_microbatches,
+            placement=schedule.placement,
+            partition=partition,
+            slices=slices,
+        ),
         step_seconds=timeline.makespan,
         tokens_per_second=SEQ_LEN * num_microbatches / timeline.makespan,
         mfu=0.4321,

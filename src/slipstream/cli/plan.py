@@ -16,7 +16,7 @@ from slipstream.terminal import make_console, print_table, spinner
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from slipstream.planner import Plan
+    from slipstream.planner import PlanReport
 
 _List = str | None
 
@@ -110,7 +110,7 @@ def plan(
     print(f"to train{_launcher(best_plan, cluster)} {typed}")
 
 
-def _launcher(plan: Plan, cluster: str | None) -> str:
+def _launcher(plan: PlanReport, cluster: str | None) -> str:
     """Returns the words between "to train" and the command's arguments, for one machine or several."""
     nodes = 1
     if cluster is not None and not cluster.endswith(".json"):  # a profile's processes are on one machine
@@ -123,12 +123,12 @@ def _launcher(plan: Plan, cluster: str | None) -> str:
     return f" on each of {nodes} nodes: {torchrun} --rdzv-endpoint=NODE0:29400 -m slipstream"
 
 
-def num_steps(plan: Plan, tokens: float) -> int:
+def num_steps(plan: PlanReport, tokens: float) -> int:
     """Returns the number of steps in which a plan trains on these tokens, the last step being whole."""
     return ceil(tokens / (plan.global_batch * plan.seq_len))
 
 
-def training_lines(plan: Plan, tokens: float | None, price: float | None) -> list[str]:
+def training_lines(plan: PlanReport, tokens: float | None, price: float | None) -> list[str]:
     """Returns the time of training by a plan on some tokens, and its price at some dollars for a device and hour."""
     from slipstream.units import long_duration_text, plural
 
@@ -146,7 +146,9 @@ def training_lines(plan: Plan, tokens: float | None, price: float | None) -> lis
     return lines
 
 
-def _run(model: str, cluster: str | None, output: Path, report: Path | None, overwrite: bool, **settings: Any) -> Plan:
+def _run(
+    model: str, cluster: str | None, output: Path, report: Path | None, overwrite: bool, **settings: Any
+) -> PlanReport:
     from slipstream.planning.plan_file import schedule_file, write_plan_file
 
     check_new_file(output, "--output", overwrite)
@@ -187,7 +189,7 @@ def _adapter_settings(section: dict[str, Any], model: dict[str, Any]) -> dict[st
         raise SlipstreamError("\n".join(f"lora: {line}" for line in describe_problems(error, LoraSection))) from None
 
 
-def _print(plan: Plan) -> None:
+def _print(plan: PlanReport) -> None:
     from slipstream.planner.report import cut_lines, legend_text, reasons, search_text, shared_choices, shared_text
     from slipstream.units import plural
 
@@ -215,7 +217,7 @@ def _print(plan: Plan) -> None:
     say(search_text(plan))
 
 
-def _tables(plan: Plan, shared: Container[str]) -> tuple[Table, Table]:
+def _tables(plan: PlanReport, shared: Container[str]) -> tuple[Table, Table]:
     """Returns the best plans without the choices that are `shared`, and the memory of the best one's fullest rank."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table

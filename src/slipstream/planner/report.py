@@ -11,7 +11,8 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from slipstream.html_parts import Bar, NumberText, bar_chart, details, fact_tiles, html_list, html_page, section, table
-from slipstream.planner.plans import Alternative, Configuration, Plan, Prediction
+from slipstream.planner.plan import CHOICES, Plan
+from slipstream.planner.plan_report import Alternative, PlanReport, Prediction
 from slipstream.simulator import MemoryKind
 from slipstream.timeline import Timeline, TimelineWindow, draw_timelines
 from slipstream.units import bytes_text, count_text, numbers_text, plural, seconds_text, share_text
@@ -22,40 +23,21 @@ _NUM_REASONS = 3
 _MOST_NUMBERS = 16  # in a list of them
 
 
-# --- a configuration -------------------------------------------------------------------------------------------------
+# --- a plan --------------------------------------------------------------------------------------------------------
 
 _NAMES = {"num_slices": "slices", "shard": "sharded"}  # of choices; others are named as they are
 
 
-def choice_text(choice: str, configuration: Configuration) -> str:
-    """Returns the value of one field of a configuration."""
-    value = getattr(configuration, choice)
+def choice_text(choice: str, plan: Plan) -> str:
+    """Returns the value of one choice of a plan."""
+    value = plan.choice(choice)
     if choice == "offload":
         return f"{value:.0%}" if value else "none"
     return str(value)
 
 
-def _named_choice(choice: str, configuration: Configuration) -> str:
-    return f"{_NAMES.get(choice, choice.replace('_', ' '))} {choice_text(choice, configuration)}"
-
-
-def configuration_text(configuration: Configuration) -> str:
-    """Returns the configuration on one line; ways to save memory that it doesn't use are left out."""
-    c = configuration
-    context = f" x context {c.context_parallel} by {c.context_exchange}" if c.context_parallel > 1 else ""
-    parts = [
-        f"tensor {c.tensor_parallel}{context} x pipeline {c.pipeline_parallel} x data {c.data_parallel}",
-        f"experts over {c.expert_parallel} ranks" if c.expert_parallel > 1 else "",
-        f"schedule {c.schedule}",
-        f"{plural(c.stages_per_rank, 'stage')} per rank",
-        plural(c.num_slices, "exact slice" if c.slicing == "exact" else "slice"),
-        f"{plural(c.microbatch_size, 'sequence')} per microbatch",
-        f"recompute {c.recompute}" if c.recompute != "none" else "",
-        f"{c.offload:.0%} offloaded" if c.offload else "",
-        "vocabulary spread" if c.vocabulary == "spread" else "",
-        {"optimizer": "optimizer state sharded", "parameters": "parameters sharded"}.get(c.shard, ""),
-    ]
-    return ", ".join(filter(None, parts))
+def _named_choice(choice: str, plan: Plan) -> str:
+    return f"{_NAMES.get(choice, choice.replace('_', ' '))} {choice_text(choice, plan)}"
 
 
 def slices_text(slices: Sequence[int]) -> str:
@@ -78,8 +60,8 @@ def _numbers(numbers: Sequence[float]) -> str:
 
 def cut_lines(prediction: Prediction) -> list[str]:
     """Returns which rank has which stage, how many layers stages have, and the gain over the exact slices."""
-    ranks, layers = (_numbers(row) for row in (prediction.placement, prediction.partition))
-    lines = [f"The best has its stages on ranks {ranks}, with layers {layers}; {slices_text(prediction.slices)}."]
+    ranks, layers = (_numbers(row) for row in (prediction.plan.placement, prediction.plan.partition))
+    lines = [f"The best has its stages on ranks {ranks}, with layers {layers}; {slices_text(prediction.plan.slices)}."]
     joint = prediction.joint
     if joint is not None and joint.exact is not None and joint.exact.slices != joint.slices:
         gain = joint.exact.seconds / joint.seconds - 1
@@ -92,19 +74,19 @@ def cut_lines(prediction: Prediction) -> list[str]:
 
 COLUMNS: Mapping[str, Callable[[Prediction], str]] = {
     "tp x pp x dp": lambda p: " x ".join(
-        choice_text(f"{kind}_parallel", p.configuration) for kind in ("tensor", "pipeline", "data")
+        choice_text(f"{kind}_parallel", p.plan) for kind in ("tensor", "pipeline", "data")
     ),
-    "cp": lambda p: choice_text("context_parallel", p.configuration),
-    "ep": lambda p: choice_text("expert_parallel", p.configuration),
-    "stages per rank": lambda p: stages_text(p.placement),
-    "schedule": lambda p: choice_text("schedule", p.configuration),
-    "slices": lambda p: choice_text("num_slices", p.configuration),
-    "slicing": lambda p: choice_text("slicing", p.configuration),
-    "microbatches": lambda p: f"{p.num_microbatches} of {p.configuration.microbatch_size}",
-    "recompute": lambda p: choice_text("recompute", p.configuration),
-    "offload": lambda p: choice_text("offload", p.configuration),
-    "vocabulary": lambda p: choice_text("vocabulary", p.configuration),
-    "sharded": lambda p: choice_text("shard", p.configuration),
+    "cp": lambda p: choice_text("context_parallel", p.plan),
+    "ep": lambda p: choice_text("expert_parallel", p.plan),
+    "stages per rank": lambda p: stages_text(p.plan.placement),
+    "schedule": lambda p: choice_text("schedule", p.plan),
+    "slices": lambda p: choice_text("num_slices", p.plan),
+    "slicing": lambda p: choice_text("slicing", p.plan),
+    "microbatches": lambda p: f"{p.plan.num_microbatches} of {p.plan.microbatch_size}",
+    "recompute": lambda p: choice_text("recompute", p.plan),
+    "offload": lambda p: choice_text("offload", p.plan),
+    "vocabulary": lambda p: choice_text("vocabulary", p.plan),
+    "sharded": lambda p: choice_text("shard", p.plan),
     "step": lambda p: seconds_text(p.step_seconds),
     "tokens/s": lambda p: count_text(p.tokens_per_second),
     "MFU": lambda p: share_text(p.mfu),
@@ -160,26 +142,27 @@ def shared_text(choices: Mapping[str, str]) -> str:
 # --- reasons ---------------------------------------------------------------------------------------------------------
 
 
-def reasons(plan: Plan) -> list[str]:
+def reasons(plan: PlanReport) -> list[str]:
     """Returns a line for each configuration that is the best with other values of one or more choices.
 
     It says which choices differ, how much longer a step takes, the memory of the fullest rank, where the time goes, and
     further differences. Of degrees that the model doesn't allow it says why.
     """
-    best, groups = plan.best, dict[Configuration, list[Alternative]]()
+    best, groups = plan.best, dict[Plan, list[Alternative]]()
     for alternative in plan.alternatives:
-        groups.setdefault(alternative.prediction.configuration, []).append(alternative)
+        groups.setdefault(alternative.prediction.plan, []).append(alternative)
     lines = [_reason([alternative.choice for alternative in group], group[0], best) for group in groups.values()]
-    refused = [f"{_named_choice(choice, best.configuration)}: {reason}" for choice, reason in plan.refusals.items()]
+    refused = [f"{_named_choice(choice, best.plan)}: {reason}" for choice, reason in plan.refusals.items()]
     return lines + refused
 
 
 def _reason(choices: Sequence[str], alternative: Alternative, best: Prediction) -> str:
-    other, mine = alternative.prediction.configuration, best.configuration
+    other, mine = alternative.prediction.plan, best.plan
     instead = ", ".join(f"{_named_choice(choice, other)} instead of {choice_text(choice, mine)}" for choice in choices)
+    different = [choice for choice in CHOICES if other.choice(choice) != mine.choice(choice)]
     longer = alternative.prediction.step_seconds / best.step_seconds - 1
     changes = [f"{seconds_text(abs(s))} {'more' if s > 0 else 'less'} {c}" for c, s in _main_changes(alternative, best)]
-    others = ", ".join(_named_choice(choice, other) for choice in other.differences(mine) if choice not in choices)
+    others = ", ".join(_named_choice(choice, other) for choice in different if choice not in choices)
     notes = "; ".join(filter(None, [", ".join(changes), f"with {others}" if others else ""]))
     how_much = f"{longer:+.1%}" if abs(longer) >= _TINY else "as fast"
     return f"{instead}: {how_much}, {bytes_text(alternative.prediction.peak_memory)}" + (f" ({notes})" if notes else "")
@@ -191,7 +174,7 @@ def _main_changes(alternative: Alternative, best: Prediction) -> list[tuple[str,
     return [(cause, seconds) for cause, seconds in changes[:_NUM_REASONS] if abs(seconds) > least]
 
 
-def search_text(plan: Plan) -> str:
+def search_text(plan: PlanReport) -> str:
     """Returns how many configurations were searched, and whether a better one may have been missed."""
     faster = f"one of the others could be faster by {plan.gap:.1%} at most"
     gap = faster if plan.gap > 0 else "no other one can be faster"
@@ -275,19 +258,19 @@ def _inline(text: str) -> str:
     return ElementTree.tostring(root, encoding="unicode")
 
 
-def write_report(plan: Plan, path: Path) -> None:
+def write_report(plan: PlanReport, path: Path) -> None:
     """Writes the report of a plan as one HTML file without scripts; an existing file is replaced."""
     path.write_text(report_page(plan), encoding="utf-8")
 
 
-def report_page(plan: Plan) -> str:
+def report_page(plan: PlanReport) -> str:
     """Returns the HTML of the report."""
     sections = (_headline, _table, _time, _timeline, _memory, _reasons, _cuts, _notes)
     body = "\n".join(section(plan) for section in sections)
     return html_page(f"Plan: {plan.model} on {plan.cluster}", body, "slipstream plan")
 
 
-def _headline(plan: Plan) -> str:
+def _headline(plan: PlanReport) -> str:
     best = plan.best
     room = f"of {bytes_text(best.memory_limit)}" if isfinite(best.memory_limit) else "no known limit"
     facts = [
@@ -301,12 +284,12 @@ def _headline(plan: Plan) -> str:
     task = f"{plural(plan.num_devices, 'device')}, {tokens} per sequence, {sequences} per step"
     return (
         f"<h1>{escape(plan.model)} on {escape(plan.cluster)}</h1>\n<p class='soft'>{escape(task)}</p>\n"
-        f"<p>Best: <strong>{escape(configuration_text(best.configuration))}</strong></p>\n"
+        f"<p>Best: <strong>{escape(best.plan.describe())}</strong></p>\n"
         f"{fact_tiles(facts)}"
     )
 
 
-def _table(plan: Plan) -> str:
+def _table(plan: PlanReport) -> str:
     shared = shared_choices(plan.predictions)
     columns = {name: cell for name, cell in COLUMNS.items() if name not in shared}
     columns["memory"] = lambda prediction: bytes_text(prediction.peak_memory)  # the headline has the limit, too
@@ -316,14 +299,14 @@ def _table(plan: Plan) -> str:
     return section("The best plans", table(["", *columns], rows, best=0) + more)
 
 
-def _time(plan: Plan) -> str:
+def _time(plan: PlanReport) -> str:
     bars = [Bar(f"plan {place}", prediction.seconds_by_cause) for place, prediction in enumerate(plan.predictions, 1)]
     chart = bar_chart(bars, "time of a step on the rank that ends last", seconds_text)
     causes = list(dict.fromkeys(cause for bar in bars for cause in bar.parts))
     return section("Where the step's time goes", chart + _numbers_table(bars, causes, "step", seconds_text))
 
 
-def _timeline(plan: Plan) -> str:
+def _timeline(plan: PlanReport) -> str:
     picture, left_out = timeline_svg(plan.timeline)
     after = plan.best.step_seconds - plan.timeline.makespan
     follows = f"Gradient reduction and the optimizer take the last {seconds_text(after)} of the step."
@@ -332,7 +315,7 @@ def _timeline(plan: Plan) -> str:
     return section("The step of the best plan", f"<div class='scroll timeline'>{picture}</div>{below}")
 
 
-def _memory(plan: Plan) -> str:
+def _memory(plan: PlanReport) -> str:
     ranks = plan.best.memory
     kinds = [kind for kind in MemoryKind if any(held.get(kind) for held in ranks)]
     bars = [Bar(f"rank {rank}", {k: held[k] for k in kinds if k in held}) for rank, held in enumerate(ranks)]
@@ -346,23 +329,23 @@ def _numbers_table(bars: Sequence[Bar], parts: Sequence[str], total: str, text: 
     return details("All numbers", table(["", *parts, total], rows))
 
 
-def _reasons(plan: Plan) -> str:
+def _reasons(plan: PlanReport) -> str:
     if not plan.alternatives:
         return section("Why it is the best", "<p>There was no other choice.</p>")
     intro = "<p class='soft'>The best plan found with another value of one choice, and how much longer it takes.</p>"
     return section("Why it is the best", intro + html_list(reasons(plan)))
 
 
-def _cuts(plan: Plan) -> str:
+def _cuts(plan: PlanReport) -> str:
     best = plan.best
-    stages = enumerate(zip(best.placement, best.partition, strict=True))
+    stages = enumerate(zip(best.plan.placement, best.plan.partition, strict=True))
     rows = [(f"stage {stage}", f"rank {rank}", f"{layers:g}") for stage, (rank, layers) in stages]
     layers = details(f"Layers of {plural(len(rows), 'stage')}", table(["", "on", "layers"], rows))
-    sequences = plural(best.configuration.microbatch_size, "sequence")
-    batch = f"{plural(best.num_microbatches, 'microbatch')} of {sequences} in each pipeline"
+    sequences = plural(best.plan.microbatch_size, "sequence")
+    batch = f"{plural(best.plan.num_microbatches, 'microbatch')} of {sequences} in each pipeline"
     texts = [f"{batch}.", *cut_lines(best)]
     return section("Stages, slices and microbatches", "".join(f"<p>{escape(text)}</p>" for text in texts) + layers)
 
 
-def _notes(plan: Plan) -> str:
+def _notes(plan: PlanReport) -> str:
     return section("What the numbers are based on", html_list([*plan.notes, f"The planner {search_text(plan)}."]))

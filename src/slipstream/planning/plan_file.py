@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from slipstream.number_format import precision_of
-from slipstream.planner import Plan
+from slipstream.planner import PlanReport
 from slipstream.version import __version__
 
 _DIGITS = 6  # of the predicted numbers that are written
@@ -22,13 +22,13 @@ def schedule_file(path: Path) -> Path:
     return path.with_suffix(".txt")
 
 
-def write_plan_file(plan: Plan, model: dict[str, Any], path: Path, lora: dict[str, Any] | None = None) -> None:
+def write_plan_file(plan: PlanReport, model: dict[str, Any], path: Path, lora: dict[str, Any] | None = None) -> None:
     """Writes the best plan as a training configuration, without the text to train on and the folder for results.
 
     An order that has no name is written to a text file next to it, which is named without its folder, so that both can
     be moved together. `model` is the configuration's `model` section, `lora` that of an adapter.
     """
-    schedule = plan.best.configuration.schedule
+    schedule = plan.best.plan.schedule_name
     if plan.best.joint is not None:
         schedule = schedule_file(path).name
         schedule_file(path).write_text(f"{plan.best.joint.schedule}\n", encoding="utf-8")
@@ -44,9 +44,9 @@ def plan_text(settings: dict[str, Any], path: Path, command: str, source: str = 
     return f"# Written by `{command}`.\n# {train}\n{text}"
 
 
-def plan_settings(plan: Plan, model: dict[str, Any], schedule: str) -> dict[str, Any]:
+def plan_settings(plan: PlanReport, model: dict[str, Any], schedule: str) -> dict[str, Any]:
     """Returns the best plan as the nested dictionaries of a training configuration; `schedule` is a name or file."""
-    best, chosen = plan.best, plan.best.configuration
+    best, chosen = plan.best, plan.best.plan
     training: dict[str, Any] = {"seq_len": plan.seq_len, "batch_size": plan.global_batch}
     if precision := precision_of(plan.dtype):
         training["precision"] = precision
@@ -57,9 +57,9 @@ def plan_settings(plan: Plan, model: dict[str, Any], schedule: str) -> dict[str,
             "num_ranks": chosen.pipeline_parallel,
             **stages,
             "schedule": schedule,
-            "num_microbatches": best.num_microbatches,
-            "slices": [int(length) for length in best.slices],
-            "partition": partition_setting(best.partition),
+            "num_microbatches": chosen.num_microbatches,
+            "slices": [int(length) for length in chosen.slices],
+            "partition": partition_setting(chosen.partition),
             **({"vocabulary": "spread"} if chosen.vocabulary == "spread" else {}),
         },
         "memory": {"recompute": chosen.recompute, "offload": float(chosen.offload)},
@@ -75,7 +75,7 @@ def plan_settings(plan: Plan, model: dict[str, Any], schedule: str) -> dict[str,
     }
 
 
-def _predicted(plan: Plan) -> dict[str, Any]:
+def _predicted(plan: PlanReport) -> dict[str, Any]:
     """Returns the predictions and their basis, which training doesn't read."""
     best = plan.best
     return {

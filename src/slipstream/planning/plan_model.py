@@ -39,7 +39,7 @@ from slipstream.model import (
 from slipstream.number_format import BFLOAT16, BasePrecision, find_format
 from slipstream.options import SHARED_WORK
 from slipstream.parallel import possible_sharing
-from slipstream.planner import Plan
+from slipstream.planner import PlanReport
 from slipstream.planner.search import check_count, make_options, search_plans
 from slipstream.planning.described_model import DescribedModel
 from slipstream.profile import count_model, identify_model, newest_costs
@@ -60,7 +60,7 @@ def plan(
     fused: bool = False,
     progress: Callable[[str, int, int], None] | None = None,
     **options: Any,
-) -> Plan:
+) -> PlanReport:
     """Returns the best configurations to train a model on a cluster, best first, as the simulator ranks them.
 
     Args:

@@ -281,9 +281,9 @@ def test_replicas_reduce_gradients_over_the_measured_link(profile: Profile) -> N
     source = ProfileSource(profile, num_ranks=4)
     options = PlanOptions(pipeline_parallel=(2,), schedule=("1f1b",), stages_per_rank=(1,), num_slices=(2,))
     found = search_plans(source, 64, 6, options=options).best
-    cut = StageParts.of_partition(found.partition, len(profile.kinds), 1)
-    assert found.configuration.data_parallel == 2
-    shards = found.configuration.optimizer_shards
+    cut = StageParts.of_partition(found.plan.partition, len(profile.kinds), 1)
+    assert found.plan.data_parallel == 2
+    shards = found.plan.optimizer_shards
     reduced = [pytest.approx(MeasuredCosts(profile).gradient_seconds(each, 2, shards)) for each in cut]
     assert found.seconds_by_cause["gradient reduction"] in reduced
     assert any("computed from the measured link" in note for note in source.notes())

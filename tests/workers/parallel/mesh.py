@@ -312,7 +312,7 @@ def _planned(config: PretrainedConfig, seq_len: int) -> tuple[Schedule, list[int
     degrees = {"tensor_parallel": 2, "pipeline_parallel": 2, "schedule": "auto", "recompute": "none", "offload": 0.0}
     best = slipstream.plan(config, cluster, seq_len=seq_len, global_batch=1, dtype="float32", **degrees).best
     assert best.joint is not None
-    return best.joint.schedule, [int(length) for length in best.slices], [*map(float, best.partition)]
+    return best.joint.schedule, [int(length) for length in best.plan.slices], [*map(float, best.plan.partition)]
 
 
 def refusals() -> None:

@@ -25,7 +25,7 @@ from slipstream.cost import (
 from slipstream.errors import SlipstreamError
 from slipstream.extras.first_config.data import DataSizes
 from slipstream.options import Memory, Record, Runtime
-from slipstream.planner import Plan
+from slipstream.planner import PlanReport
 from slipstream.planning.plan_file import plan_settings
 from slipstream.planning.plan_model import plan
 from slipstream.train.config.sections import ParallelSection
@@ -175,7 +175,7 @@ def choose_pipeline(
         most = min(machine.devices_per_node, model_config.get_text_config().num_hidden_layers)
         reason = f"the run plans itself, as no plan could be made here ({problem})"
         return PipelineChoice({"pipeline": {"num_ranks": most}}, reason)
-    planned = plan_settings(fastest, {}, fastest.best.configuration.schedule)
+    planned = plan_settings(fastest, {}, fastest.best.plan.schedule_name)
     sections: dict[str, type[Record]] = {"memory": Memory, "parallel": ParallelSection, "runtime": Runtime}
     changed = {name: _changed(section, planned.get(name, {})) for name, section in sections.items()}
     if not is_packed:
@@ -190,7 +190,9 @@ def _changed(section: type[Record], settings: Mapping[str, Any]) -> dict[str, An
     return {name: value for name, value in settings.items() if value != section.model_fields[name].default}
 
 
-def _fastest(model_config: Any, machine: Cluster, dtype: str, training: Mapping[str, int]) -> tuple[Plan | None, str]:
+def _fastest(
+    model_config: Any, machine: Cluster, dtype: str, training: Mapping[str, int]
+) -> tuple[PlanReport | None, str]:
     """Returns the fastest plan for all devices, their half, and so on, and why there is none."""
     options: dict[str, Any] = {**_QUICK, **training, "dtype": dtype}
     with suppress(SlipstreamError):

@@ -14,7 +14,7 @@ import numpy as np
 from slipstream.array_types import Flags, Floats
 from slipstream.cost import BY_LAYER, REPLAYED, CostSource
 from slipstream.planner.order.makespan_bounds import rank_bounds
-from slipstream.planner.plans import Configuration
+from slipstream.planner.plan import Plan
 from slipstream.planner.search.placed_partition import PlacedPartition
 from slipstream.planner.search.schedule_shape import ScheduleShape, cached_schedule
 from slipstream.planner.search.stage_times import Slicing, StageTimes
@@ -173,7 +173,7 @@ Promise = tuple[float, float, int, bool]  # least seconds of the step, then chea
 
 
 @dataclass(frozen=True, eq=False)
-class ConfigurationGroup:
+class PlanGroup:
     """Configurations of a mesh with the same cut, and the least seconds and bytes of their steps.
 
     Args:
@@ -188,7 +188,7 @@ class ConfigurationGroup:
 
     VARIED: ClassVar = ("schedule", "num_slices", "slicing", *Savings._fields)
 
-    first: Configuration
+    first: Plan
     names: tuple[str, ...]
     slicings: list[tuple[int, str]]
     savings: Savings
@@ -196,15 +196,15 @@ class ConfigurationGroup:
     sizes: Floats
     least_seconds: float
 
-    def bounded(self) -> Iterator[tuple[float, float, Configuration]]:
+    def bounded(self) -> Iterator[tuple[float, float, Plan]]:
         """Yields (least seconds of the step, 0 for one that is too large, least bytes of the fullest rank,
         configuration)."""
         seconds, sizes = np.where(np.isfinite(self.seconds), self.seconds, 0.0).tolist(), self.sizes.tolist()
         for name, slicing, saving in product(*map(range, (len(self.names), *self.seconds.shape))):
-            configuration = replace(self.first, **self._varied(name, slicing, saving))
-            yield seconds[slicing][saving], sizes[slicing][saving], configuration
+            plan = replace(self.first, **self._varied(name, slicing, saving))
+            yield seconds[slicing][saving], sizes[slicing][saving], plan
 
-    def in_order(self, choice: str = "", value: object = None) -> Iterator[tuple[Promise, Configuration]]:
+    def in_order(self, choice: str = "", value: object = None) -> Iterator[tuple[Promise, Plan]]:
         """Yields those that may fit, the most promising first; of a varied `choice` those with another value alone."""
         index, every = {what: place for place, what in enumerate(self.savings.recompute)}, self.savings.every
         costs = [(offload, index[what], shard == "none") for what, offload, shard in every]

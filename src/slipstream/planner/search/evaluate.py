@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import product
-from types import MappingProxyType
 
 import numpy as np
 
@@ -14,18 +13,22 @@ from slipstream.array_types import Floats
 from slipstream.cost import (
     EXCHANGES,
     REPLAYED,
+    Costs,
     HostMemorySpec,
     Stage,
     StageParts,
     StateBytes,
     head_part_memory,
     memory_table,
+    unit_bounds,
 )
-from slipstream.planner.plans import Configuration
+from slipstream.errors import SlipstreamError
+from slipstream.planner.joint import JointProblem, spread_costs
+from slipstream.planner.plan import Plan
 from slipstream.planner.search.placed_partition import PlacedPartition
-from slipstream.planner.search.schedule_shape import with_savings
+from slipstream.planner.search.schedule_shape import ScheduleShape, cached_schedule, with_savings
 from slipstream.planner.search.stage_times import Slicing, StageTimes, part_times, stage_times
-from slipstream.schedule import Op, Schedule
+from slipstream.schedule import VOCABULARY, Op, Schedule
 from slipstream.schedule.action import OPS
 from slipstream.schedule.action_arrays import ActionArrays
 from slipstream.simulator import MemoryKind, MemoryTable, RankMemory, TableCost
@@ -34,13 +37,55 @@ from slipstream.simulator.simulation import end_times
 
 # Groups of microbatches that are simulated of a long step: with fewer, copies to the host haven't piled up yet.
 GROUPS = 12
-_WHOLE_HEAD: Mapping[tuple[int, int, Op], float] = MappingProxyType({})
 _AFTER = "gradient reduction", "weight gathering", "optimizer"  # what follows a rank's last action
 _STEADY = 1e-3  # by which share two groups of such a step may differ
 
 
 def _itself(stage: Stage) -> Stage:
     return stage
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The sequences of a step, over all devices.
+
+    Args:
+        seq_len: tokens of each.
+        global_batch: their number.
+    """
+
+    seq_len: int
+    global_batch: int
+
+    def check(self, plan: Plan) -> None:
+        """Raises SlipstreamError where a closed plan is for other sequences."""
+        rows = plan.data_parallel * plan.num_microbatches * plan.microbatch_size
+        if rows != self.global_batch:
+            raise SlipstreamError(
+                f"global_batch={self.global_batch}, but data_parallel={plan.data_parallel} times num_microbatches="
+                f"{plan.num_microbatches} times microbatch_size={plan.microbatch_size} are {rows}. Make them equal."
+            )
+        if sum(plan.slices) != self.seq_len:
+            raise SlipstreamError(
+                f"slices={[*plan.slices]} have {sum(plan.slices)} tokens, but seq_len={self.seq_len}. Make them equal."
+            )
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """The seconds of a step's actions, and of what follows them.
+
+    Args:
+        stages: of the stages, on the slices.
+        reductions: of reducing each stage's gradients over the replicas.
+        tails: what always follows a rank's last action, (3, ranks): see `tail_seconds`.
+        head: of a spread head's actions by (stage, slice, op).
+    """
+
+    stages: StageTimes
+    reductions: Floats
+    tails: Floats
+    head: Mapping[tuple[int, int, Op], float]
 
 
 @dataclass(frozen=True)
@@ -51,31 +96,39 @@ class Evaluation:
     long step may be extrapolated: `arrays` have its first and its last groups, and `num_extrapolated` microbatches are
     between the two.
 
+    Bytes need no speeds: `find_times` is called where seconds are asked for.
+
     Args:
-        configuration: what is decided but for the cut, the slices and the order.
+        plan: the choices; cut, slices and order may be open in it.
         cut: the parts of each stage, the rank that holds it, and the stages' costs.
-        times: of the stages, on the slices.
+        slices: tokens of each slice.
         arrays: the actions, with R, OFFLOAD and RELOAD.
-        reductions: seconds in which the gradients of each stage are reduced over the replicas.
-        tails: seconds that always follow a rank's last action, (3, ranks): see `tail_seconds`.
+        find_times: returns the seconds of the actions, and of what follows them.
         state: bytes per parameter, where nothing is sharded.
         host: the memory of the host. None: unknown.
-        head_times: seconds of a spread head's actions by (stage, slice, op).
         alike: returns one of the stages with equal costs, so that their bytes are computed once.
         num_extrapolated: microbatches that are left out.
     """
 
-    configuration: Configuration
+    plan: Plan
     cut: PlacedPartition
-    times: StageTimes
+    slices: Slicing
     arrays: ActionArrays
-    reductions: Floats
-    tails: Floats
+    find_times: Callable[[], StepTimes]
     state: StateBytes
     host: HostMemorySpec | None = None
-    head_times: Mapping[tuple[int, int, Op], float] = field(default_factory=dict)
     alike: Callable[[Stage], Stage] = _itself
     num_extrapolated: int = 0
+
+    @cached_property
+    def step_times(self) -> StepTimes:
+        """The seconds of the actions, and of what follows them."""
+        return self.find_times()
+
+    @property
+    def times(self) -> StageTimes:
+        """The seconds of the stages, on the slices."""
+        return self.step_times.stages
 
     @property
     def num_alike(self) -> float:
@@ -111,12 +164,12 @@ class Evaluation:
     @cached_property
     def cost(self) -> TableCost:
         """The seconds of its actions, messages and copies."""
-        c, placement = self.configuration, self.cut.placement
-        units, tables = list(product(range(len(placement)), range(c.num_slices))), self.times.seconds(c.recompute)
+        c, placement = self.plan, self.cut.placement
+        units, tables = list(product(range(len(placement)), range(len(self.slices)))), self.times.seconds(c.recompute)
         ran = [op for op in tables if op in self.schedule.ops]
         seconds = {(g, s, op): float(tables[op][g, s]) for op in ran for g, s in units}
-        seconds |= self.head_times
-        cost = self.cut.costs.action_costs(seconds, self.times.slices, c.data_parallel)
+        seconds |= self.step_times.head
+        cost = self.cut.costs.action_costs(seconds, self.slices, c.data_parallel)
         return replace(cost, copies=self._copies) if c.offload else cost
 
     @property
@@ -135,12 +188,12 @@ class Evaluation:
     @cached_property
     def table(self) -> MemoryTable:
         """The bytes of its actions."""
-        c = self.configuration
+        c = self.plan
         saved = c.recompute, self.state.of_shards(c.shard), c.optimizer_shards
         if self.cut.spreads_head:
             whole = StageParts.of_units(self.cut.bounds)
-            return head_part_memory(self.cut.costs, whole, self.schedule, self.times.slices, *saved)
-        return memory_table(self.cut.costs, self.cut.stages, self.schedule, self.times.slices, *saved, alike=self.alike)
+            return head_part_memory(self.cut.costs, whole, self.schedule, self.slices, *saved)
+        return memory_table(self.cut.costs, self.cut.stages, self.schedule, self.slices, *saved, alike=self.alike)
 
     def fits(self, memory: float) -> bool:
         """Returns whether all devices, of so many bytes, and hosts have room."""
@@ -180,7 +233,7 @@ class Evaluation:
     @cached_property
     def _parts(self) -> Floats:
         """The seconds until each rank's last action ends, and those of `_AFTER`, (4, rank)."""
-        _, *after = self.tails
+        _, *after = self.step_times.tails
         last = self.run[0][self.arrays.firsts[1:] - 1]
         return np.stack([last + self._later(self.run[0]), self._reduced() - last, *after])
 
@@ -188,7 +241,7 @@ class Evaluation:
         """Returns when each rank's gradients are reduced: those of its stages one after the other, from the last stage
         to the first, each from the stage's last backward on (`add_reductions`). So of several stages on a rank all but
         the first may be reduced while others still compute."""
-        arrays, seconds = self.arrays, self.reductions
+        arrays, seconds = self.arrays, self.step_times.reductions
         done: Floats = self.run[0][arrays.firsts[1:] - 1].copy()
         if not seconds.any():
             return done
@@ -207,7 +260,7 @@ class Evaluation:
         here = slice(*arrays.firsts[rank : rank + 2])
         op, stage, index, seconds = arrays.op[here], arrays.stage[here], arrays.slice[here], self.run[1][here]
         recomputed = float(seconds[op == OPS.index(Op.R)].sum())
-        again = np.zeros_like(self.times.compute[Op.F]) + self.times.within_backwards(self.configuration.recompute)
+        again = np.zeros_like(self.times.compute[Op.F]) + self.times.within_backwards(self.plan.recompute)
         backward = (op == OPS.index(Op.B)) | (op == OPS.index(Op.I))
         recomputed += float(again[stage[backward], index[backward]].sum())
         exchanged = np.zeros(len(EXCHANGES))
@@ -243,39 +296,71 @@ def _by_kind(memory: RankMemory) -> dict[MemoryKind, float]:
 
 
 def evaluate(
-    configuration: Configuration,
-    cut: PlacedPartition,
-    slices: Slicing,
-    schedule: Schedule,
-    state: StateBytes,
-    host: HostMemorySpec | None = None,
-    head_times: Mapping[tuple[int, int, Op], float] = _WHOLE_HEAD,
+    plan: Plan, costs: Costs, batch: Batch, state: StateBytes, host: HostMemorySpec | None = None
 ) -> Evaluation:
     """Returns what a step of a plan takes and holds.
 
     Args:
-        configuration: the degrees, and how memory is saved.
-        cut: the parts of each stage, the rank that holds it, and the costs.
-        slices: tokens of each slice.
-        schedule: the compute actions.
+        plan: of which nothing is open.
+        costs: of the model's parts on a rank, for the plan's degrees and microbatches.
+        batch: the sequences of the step.
         state: bytes per parameter, where nothing is sharded.
         host: the memory of the host, where something is offloaded.
-        head_times: seconds of a spread head's actions by (stage, slice, op).
+
+    Raises:
+        SlipstreamError: with the names of the fields that are open, or where the plan contradicts itself or the batch.
     """
-    c = configuration
-    recomputations = tuple(dict.fromkeys(("none", "full", c.recompute)))
-    parts = part_times(cut.costs, recomputations, (slices,))
+    plan.check_closed("evaluate")
+    plan.check()
+    batch.check(plan)
+    bounds = unit_bounds(plan.partition, costs.num_layers, costs.units_per_layer)
+    cut = PlacedPartition(costs, plan.placement, bounds, plan.vocabulary == "spread")
     return Evaluation(
-        configuration=c,
+        plan=plan,
         cut=cut,
-        times=stage_times(cut, parts, recomputations, slices),
-        arrays=with_savings(schedule, c.recompute in REPLAYED, c.offload),
-        reductions=reduction_seconds(cut, c.num_copies, c.optimizer_shards),
-        tails=tail_seconds(cut, c.num_copies, c.optimizer_shards),
+        slices=plan.slices,
+        arrays=_actions(plan, cut),
+        find_times=partial(_step_times, plan, cut, state),
         state=state,
         host=host,
-        head_times=head_times,
     )
+
+
+def _actions(plan: Plan, cut: PlacedPartition) -> ActionArrays:
+    """Returns the actions of a closed plan, with R, OFFLOAD and RELOAD."""
+    replays = plan.recompute in REPLAYED
+    if isinstance(plan.schedule, Schedule):
+        return with_savings(plan.schedule, replays, plan.offload)
+    return cached_schedule(ScheduleShape.of(plan, plan.num_microbatches, cut.num_frozen), replays, plan.offload)
+
+
+def _step_times(plan: Plan, cut: PlacedPartition, state: StateBytes) -> StepTimes:
+    """Returns the seconds of a closed plan's actions, and of what follows them."""
+    recomputations = tuple(dict.fromkeys(("none", "full", plan.recompute)))
+    parts = part_times(cut.costs, recomputations, (plan.slices,))
+    return StepTimes(
+        stages=stage_times(cut, parts, recomputations, plan.slices),
+        reductions=reduction_seconds(cut, plan.num_copies, plan.optimizer_shards),
+        tails=tail_seconds(cut, plan.num_copies, plan.optimizer_shards),
+        head=head_times(plan, cut.costs, state),
+    )
+
+
+def head_times(plan: Plan, costs: Costs, state: StateBytes) -> dict[tuple[int, int, Op], float]:
+    """Returns the seconds of the actions of a head that is spread over the ranks of an order, by (stage, slice, op)."""
+    if plan.vocabulary != "spread":
+        return {}
+    assert isinstance(plan.schedule, Schedule), "named schedules have a whole head"
+    problem = JointProblem(
+        costs=costs,
+        state=state,
+        seq_len=sum(plan.slices),
+        num_ranks=plan.pipeline_parallel,
+        num_microbatches=plan.num_microbatches,
+        tied=plan.schedule.spreads_embedding,
+    )
+    times = spread_costs(problem, plan.partition, plan.slices).times
+    return {key: seconds for key, seconds in times.items() if key[2] in VOCABULARY}
 
 
 def reduction_seconds(cut: PlacedPartition, copies: int, shards: int) -> Floats:

@@ -7,18 +7,18 @@ from heapq import heappop, heappush
 from itertools import count
 from math import inf
 
-from slipstream.planner.plans import Configuration, Mesh
-from slipstream.planner.search.bounds import ConfigurationGroup, Promise
+from slipstream.planner.plan import Plan
+from slipstream.planner.search.bounds import PlanGroup, Promise
 from slipstream.planner.search.plan_space import PlanSpace
 from slipstream.planner.slicing.equal_stage_slicing import search_compiled
 
 ProgressReport = Callable[[str, int, int], None]  # the task, how many are done, out of how many (0: unknown)
-BoundedConfiguration = tuple[float, Configuration]  # a lower bound of its step, in seconds
+BoundedPlan = tuple[float, Plan]  # a lower bound of its step, in seconds
 
 _EVERY = 5000  # configurations between two reports of progress
-_Ordered = Iterator[tuple[Promise, Configuration]]
-_Unopened = Mesh | ConfigurationGroup  # a mesh, or a group whose exact slicing hasn't been sought
-_Following = tuple[Configuration | None, _Ordered]  # a group's next, and those after it; None: it isn't in order yet
+_Ordered = Iterator[tuple[Promise, Plan]]
+_Unopened = Plan | PlanGroup  # a mesh, or a group whose exact slicing hasn't been sought
+_Following = tuple[Plan | None, _Ordered]  # a group's next, and those after it; None: it isn't in order yet
 
 
 class _Waiting:
@@ -32,22 +32,22 @@ class _Waiting:
     def add(self, promise: Promise | tuple[float], entry: _Unopened | _Following) -> None:
         heappush(self._entries, (promise, next(self._number), entry))
 
-    def add_group(self, group: ConfigurationGroup, choice: str = "", value: object = None) -> None:
+    def add_group(self, group: PlanGroup, choice: str = "", value: object = None) -> None:
         """Adds a group's configurations; of a varied `choice` those with another value alone."""
         if (least := float(group.seconds.min(initial=inf))) < inf:
             self.add((least,), (None, group.in_order(choice, value)))
 
-    def next(self) -> BoundedConfiguration | _Unopened | None:
+    def next(self) -> BoundedPlan | _Unopened | None:
         """Removes and returns the most promising configuration, mesh or group; None where nothing is left."""
         while self._entries:
             (seconds, *_), _, entry = heappop(self._entries)
-            if isinstance(entry, (Mesh, ConfigurationGroup)):
+            if isinstance(entry, (Plan, PlanGroup)):
                 return entry
-            configuration, others = entry
+            plan, others = entry
             if following := next(others, None):
                 self.add(following[0], (following[1], others))
-            if configuration is not None:
-                return seconds, configuration
+            if plan is not None:
+                return seconds, plan
         return None
 
 
@@ -63,10 +63,10 @@ class Frontier:
         self._space, self._report = space, report
         every = list(space.meshes())
         self.num_meshes, self.num_bounded, self.num_too_large = len(every), 0, 0
-        self._groups: list[ConfigurationGroup] = []
+        self._groups: list[PlanGroup] = []
         self._unopened: dict[_Unopened, float] = {}  # with the least seconds of all in it
         self._waiting = _Waiting()
-        self._ordered: list[BoundedConfiguration] = []
+        self._ordered: list[BoundedPlan] = []
         for mesh in every:
             if space.mean_state(mesh) <= space.memory:
                 self._add_unopened(mesh, space.least_seconds(mesh))
@@ -74,15 +74,15 @@ class Frontier:
     @property
     def num_bounded_meshes(self) -> int:
         """The meshes whose configurations have been bounded, or all of which are too large."""
-        return self.num_meshes - sum(isinstance(entry, Mesh) for entry in self._unopened)
+        return self.num_meshes - sum(isinstance(entry, Plan) for entry in self._unopened)
 
-    def starting(self, index: int) -> Iterator[BoundedConfiguration]:
+    def starting(self, index: int) -> Iterator[BoundedPlan]:
         """Yields the configurations from this place on, the most promising first."""
         while index < len(self._ordered) or self._extend():
             yield self._ordered[index]
             index += 1
 
-    def others(self, choice: str, value: object) -> Iterator[Configuration]:
+    def others(self, choice: str, value: object) -> Iterator[Plan]:
         """Yields configurations with another value of a choice: others are bounded once the known ones are used up, and
         none where the choice allows no other."""
         values = getattr(self._space.options, choice)
@@ -90,33 +90,33 @@ class Frontier:
             return
         yield from self._with_other(self._groups, choice, value)
         for entry in sorted(self._unopened, key=self._unopened.__getitem__):
-            common = entry.first if isinstance(entry, ConfigurationGroup) else entry
-            if getattr(common, choice, None) != value or choice in ConfigurationGroup.VARIED:
+            common = entry.first if isinstance(entry, PlanGroup) else entry
+            if getattr(common, choice, None) != value or choice in PlanGroup.VARIED:
                 yield from self._with_other(self._open(entry), choice, value)
 
-    def _with_other(self, groups: Iterable[ConfigurationGroup], choice: str, value: object) -> Iterator[Configuration]:
+    def _with_other(self, groups: Iterable[PlanGroup], choice: str, value: object) -> Iterator[Plan]:
         waiting = _Waiting()
         for group in groups:
-            if choice in ConfigurationGroup.VARIED or getattr(group.first, choice) != value:
+            if choice in PlanGroup.VARIED or getattr(group.first, choice) != value:
                 waiting.add_group(group, choice, value)
         while found := waiting.next():
-            assert not isinstance(found, (Mesh, ConfigurationGroup)), "only what is in groups was added"
+            assert not isinstance(found, (Plan, PlanGroup)), "only what is in groups was added"
             yield found[1]
 
     def _extend(self) -> bool:
         """Puts the next configuration in its place; False where there is none."""
         while found := self._waiting.next():
-            if not isinstance(found, (Mesh, ConfigurationGroup)):
+            if not isinstance(found, (Plan, PlanGroup)):
                 self._ordered.append(found)
                 return True
             self._open(found)
         return False
 
-    def _open(self, found: _Unopened) -> list[ConfigurationGroup]:
+    def _open(self, found: _Unopened) -> list[PlanGroup]:
         """Returns its groups, which then wait for their turn; none where that was done."""
         if self._unopened.pop(found, None) is None:
             return []
-        if isinstance(found, Mesh):
+        if isinstance(found, Plan):
             groups = [*self._space.groups(found)]
             for group in groups:
                 if group.least_seconds < inf:
@@ -130,7 +130,7 @@ class Frontier:
         self._groups += groups
         return groups
 
-    def _count(self, group: ConfigurationGroup) -> None:
+    def _count(self, group: PlanGroup) -> None:
         before, num_names = self.num_bounded, len(group.names)
         self.num_bounded += num_names * group.sizes.size
         self.num_too_large += num_names * int((group.sizes > self._space.memory).sum())

@@ -7,18 +7,10 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from slipstream.errors import SlipstreamError, did_you_mean
-from slipstream.planner.plans import AUTO
-from slipstream.schedule import SCHEDULES, schedule_hint
+from slipstream.planner.plan import ALLOWED
+from slipstream.schedule import schedule_hint
 
 _LEAST_MEMORY = 1e6  # bytes; a smaller number was meant as gigabytes
-_NAMES = {
-    "schedule": (*SCHEDULES, AUTO),
-    "recompute": ("none", "selective", "full", "stage", "stage+full"),
-    "shard": ("none", "optimizer", "parameters"),
-    "vocabulary": ("whole", "spread"),
-    "slicing": ("equal-time", "exact", AUTO),
-    "context_exchange": ("heads", "keys"),
-}
 
 
 @dataclass(frozen=True)
@@ -74,10 +66,10 @@ def _checked(name: str, value: Any) -> Any:
 
 
 def _checked_value(name: str, value: Any) -> Any:
-    if name in _NAMES:
-        if value not in _NAMES[name]:
-            hint = (schedule_hint if name == "schedule" else did_you_mean)(str(value), _NAMES[name])
-            raise SlipstreamError(f"{name}={value!r} isn't known{hint} Choose one of {', '.join(_NAMES[name])}.")
+    if name in ALLOWED:
+        if value not in ALLOWED[name]:
+            hint = (schedule_hint if name == "schedule" else did_you_mean)(str(value), ALLOWED[name])
+            raise SlipstreamError(f"{name}={value!r} isn't known{hint} Choose one of {', '.join(ALLOWED[name])}.")
     elif name == "offload":
         if not (isinstance(value, (int, float)) and 0 <= value <= 1):
             raise SlipstreamError(f"offload={value!r}: give the share of slices that is offloaded, 0 to 1.")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from heapq import heappop, heappush, nsmallest
 from itertools import islice, product
@@ -19,7 +19,7 @@ from math import ceil, inf, prod
 from operator import attrgetter, itemgetter
 from typing import Any
 
-from slipstream.cost import BY_LAYER, CostSource, CountedCosts, Degrees, unit_bounds
+from slipstream.cost import BY_LAYER, CostSource, CountedCosts, Degrees
 from slipstream.errors import SlipstreamError
 from slipstream.planner.joint import (
     JointPlan,
@@ -28,13 +28,12 @@ from slipstream.planner.joint import (
     Vocabulary,
     find_vocabulary_plan,
 )
-from slipstream.planner.plans import AUTO, Alternative, Configuration, Mesh, Plan, Prediction
-from slipstream.planner.report import configuration_text
+from slipstream.planner.plan import AUTO, CHOICES, Plan
+from slipstream.planner.plan_report import Alternative, PlanReport, Prediction
 from slipstream.planner.search.evaluate import Evaluation
 from slipstream.planner.search.frontier import Frontier, ProgressReport
-from slipstream.planner.search.placed_partition import PlacedPartition
 from slipstream.planner.search.plan_options import PlanOptions
-from slipstream.planner.search.plan_space import FoundPlan, PlanSpace
+from slipstream.planner.search.plan_space import PlanSpace
 from slipstream.planner.search.schedule_shape import working_memory
 from slipstream.schedule import Schedule, split_backwards
 from slipstream.simulator import simulate
@@ -56,12 +55,12 @@ def search_plans(
     *,
     options: PlanOptions | None = None,
     progress: ProgressReport | None = None,
-) -> Plan:
+) -> PlanReport:
     """Returns the best plans for training on `global_batch` sequences of `seq_len` tokens per step.
 
     Lower bounds are computed for every mesh, and for the configurations of those that may have the next best. The most
-    promising ones are simulated until no other can be faster, or `options.num_simulated` are simulated; `Plan.gap`
-    bounds the seconds that it may have missed.
+    promising ones are simulated until no other can be faster, or `options.num_simulated` are simulated; the report's
+    `gap` bounds the seconds that it may have missed.
 
     Args:
         source: the model on its hardware, with its costs there.
@@ -97,10 +96,10 @@ def search_plans(
         raise explain_misfit(space, frontier.num_meshes)
 
     def simulated() -> tuple[Schedule, Timeline]:
-        candidate = space.evaluate(best[0].configuration)
+        candidate = space.evaluate(best[0].plan)
         return candidate.schedule, simulate(candidate.schedule, candidate.cost, candidate.table)
 
-    return Plan(
+    return PlanReport(
         model=source.name,
         cluster=source.hardware,
         num_devices=source.num_devices,
@@ -124,7 +123,7 @@ def search_plans(
             if choice == "context_parallel" or (choice == "expert_parallel" and source.num_experts)
         },
         trained=source.trained(),
-        sequence_parallel=source.sequence_parallel and best[0].configuration.tensor_parallel > 1,
+        sequence_parallel=source.sequence_parallel and best[0].plan.tensor_parallel > 1,
         fused=source.fused,
     )
 
@@ -141,16 +140,16 @@ class _PlanSearch:
     space: PlanSpace
     frontier: Frontier
     report: ProgressReport
-    seconds: dict[Configuration, float] = field(default_factory=dict)  # simulated steps of those that fit
-    extrapolated: set[Configuration] = field(default_factory=set)  # those of them that weren't simulated whole
-    too_large: set[Configuration] = field(default_factory=set)
+    seconds: dict[Plan, float] = field(default_factory=dict)  # simulated steps of those that fit
+    extrapolated: set[Plan] = field(default_factory=set)  # those of them that weren't simulated whole
+    too_large: set[Plan] = field(default_factory=set)
     num_simulated: int = 0
     num_scheduled: int = 0  # configurations whose schedule was made
     num_units: int = 0  # slices of stages in these schedules
     reached: int = 0  # how many of the frontier have been dealt with, or postponed
     over_bound: dict[_Kind, float] = field(default_factory=dict)  # least step of each kind, over its bound
-    postponed: list[tuple[float, int, float, Configuration]] = field(default_factory=list)  # by what they may take
-    known: dict[Configuration, Prediction] = field(default_factory=dict)
+    postponed: list[tuple[float, int, float, Plan]] = field(default_factory=list)  # by what they may take
+    known: dict[Plan, Prediction] = field(default_factory=dict)
 
     def settle(self) -> tuple[list[Prediction], list[Alternative]]:
         """Returns the best configurations, and the alternatives to the best one.
@@ -185,23 +184,23 @@ class _PlanSearch:
 
         Those whose like took so much longer than their bounds that they would not be among the best come last.
         """
-        for bound, configuration in self.frontier.starting(self.reached):
+        for bound, plan in self.frontier.starting(self.reached):
             if (self._is_limited and self.seconds) or bound >= self._worst_reported():
                 break
             self.reached += 1
-            expected = bound * self.over_bound.get(_kind(configuration), 1.0)
+            expected = bound * self.over_bound.get(_kind(plan), 1.0)
             if expected < self._worst_reported():
-                self._simulate_bounded(bound, configuration)
+                self._simulate_bounded(bound, plan)
             else:
-                heappush(self.postponed, (expected, self.reached, bound, configuration))
+                heappush(self.postponed, (expected, self.reached, bound, plan))
         while self.postponed and not self._is_limited:
-            *_, bound, configuration = heappop(self.postponed)
+            *_, bound, plan = heappop(self.postponed)
             if bound < self._worst_reported():
-                self._simulate_bounded(bound, configuration)
+                self._simulate_bounded(bound, plan)
 
-    def _simulate_bounded(self, bound: float, configuration: Configuration) -> None:
-        if (seconds := self.simulate(configuration)) is not None and bound > 0:
-            kind = _kind(configuration)
+    def _simulate_bounded(self, bound: float, plan: Plan) -> None:
+        if (seconds := self.simulate(plan)) is not None and bound > 0:
+            kind = _kind(plan)
             self.over_bound[kind] = min(seconds / bound, self.over_bound.get(kind, inf))
 
     def search_jointly(self) -> None:
@@ -213,20 +212,28 @@ class _PlanSearch:
             # An order that was found regardless of copies to the host is hardly ever the best beside them.
             if start.offload and best < inf:
                 continue
-            for configuration in joint_candidates(self.space, start, best, self.report):
-                candidate = self.space.evaluate(configuration)
+            for plan in joint_candidates(self.space, start, best, self.report):
+                candidate = self.space.evaluate(plan)
                 if self.space.fits(candidate):
                     self.num_simulated += 1
-                    self.seconds[configuration] = candidate.seconds
+                    self._add_found(plan, candidate.seconds)
                     if candidate.seconds < best:
                         break
+
+    def _add_found(self, plan: Plan, seconds: float) -> None:
+        """Adds a joint search's plan; of several with the same choices the one with the shortest step is kept."""
+        alike = [other for other in self.seconds if all(other.choice(name) == plan.choice(name) for name in CHOICES)]
+        if all(seconds < self.seconds[other] for other in alike):
+            for other in alike:
+                del self.seconds[other]
+            self.seconds[plan] = seconds
 
     def nothing_joint(self) -> SlipstreamError:
         """Returns the error where a named schedule fits, but isn't allowed, and the joint search finds nothing."""
         fastest = min(self.seconds, key=self.seconds.__getitem__)
         return SlipstreamError(
             "schedule=auto: no cut, slices and order were found together that fit, but "
-            f"{configuration_text(fastest)} does. Allow schedule={fastest.schedule} and slicing={fastest.slicing} too."
+            f"{fastest.describe()} does. Allow schedule={fastest.schedule_name} and slicing={fastest.slicing} too."
         )
 
     @property
@@ -242,25 +249,25 @@ class _PlanSearch:
         best = nsmallest(wanted, self.seconds.values())
         return best[-1] if len(best) == wanted else inf
 
-    def simulate(self, configuration: Configuration) -> float | None:
+    def simulate(self, plan: Plan) -> float | None:
         """Returns the step's seconds; None where it doesn't fit, or where another one fits that is never slower."""
-        if configuration in self.seconds:
-            return self.seconds[configuration]
-        if configuration in self.too_large or any(other in self.seconds for other in _cheaper(configuration)):
+        if plan in self.seconds:
+            return self.seconds[plan]
+        if plan in self.too_large or any(other in self.seconds for other in _cheaper(plan)):
             return None
-        if not self.space.may_fit(configuration) or not self.space.fits(candidate := self._schedule(configuration)):
-            self.too_large.add(configuration)
+        if not self.space.may_fit(plan) or not self.space.fits(candidate := self._schedule(plan)):
+            self.too_large.add(plan)
             return None
         self.num_simulated += 1
         self.report("simulations", self.num_simulated, self.space.options.num_simulated)
-        seconds = self.seconds[configuration] = candidate.seconds
+        seconds = self.seconds[plan] = candidate.seconds
         if candidate.num_extrapolated:
-            self.extrapolated.add(configuration)
+            self.extrapolated.add(plan)
         return seconds
 
-    def _schedule(self, configuration: Configuration) -> Evaluation:
+    def _schedule(self, plan: Plan) -> Evaluation:
         self.num_scheduled += 1
-        candidate = self.space.evaluate_in_part(configuration)
+        candidate = self.space.evaluate_in_part(plan)
         schedule = candidate.schedule
         self.num_units += schedule.num_stages * schedule.num_slices * schedule.num_microbatches
         return candidate
@@ -269,18 +276,18 @@ class _PlanSearch:
         """Yields the simulated ones, best first."""
         yield from map(self.prediction, sorted(self._allowed(), key=self.seconds.__getitem__))
 
-    def _allowed(self) -> list[Configuration]:
+    def _allowed(self) -> list[Plan]:
         """Returns the simulated ones whose schedule and head may be chosen: joint searches start from any."""
         allows = self.space.options.allows
-        return [c for c in self.seconds if allows("schedule", c.schedule) and allows("vocabulary", c.vocabulary)]
+        return [c for c in self.seconds if allows("schedule", c.schedule_name) and allows("vocabulary", c.vocabulary)]
 
-    def prediction(self, configuration: Configuration) -> Prediction:
+    def prediction(self, plan: Plan) -> Prediction:
         """Returns the prediction of a simulated configuration."""
-        if configuration not in self.known:
-            is_part = configuration in self.extrapolated
+        if plan not in self.known:
+            is_part = plan in self.extrapolated
             make = self.space.evaluate_in_part if is_part else self.space.evaluate
-            self.known[configuration] = self.space.predict(make(configuration))
-        return self.known[configuration]
+            self.known[plan] = self.space.predict(make(plan))
+        return self.known[plan]
 
     def gap(self, best: Prediction) -> float:
         """Returns by which share of the best step the most promising configuration left could be faster, at most."""
@@ -294,30 +301,29 @@ class _PlanSearch:
 
     def alternatives(self, best: Prediction) -> Iterator[Alternative]:
         """Yields for each choice the best configuration with another value of it; other choices may differ as well."""
-        for choice_field in fields(Configuration):
-            configuration = self._best_with_other(choice_field.name, getattr(best.configuration, choice_field.name))
-            if configuration:
-                yield Alternative(choice_field.name, self.prediction(configuration))
+        for choice in CHOICES:
+            if plan := self._best_with_other(choice, best.plan.choice(choice)):
+                yield Alternative(choice, self.prediction(plan))
 
-    def _best_with_other(self, choice: str, value: object) -> Configuration | None:
+    def _best_with_other(self, choice: str, value: object) -> Plan | None:
         """Returns the best simulated one; a few more are simulated where there is none yet."""
-        if not any(getattr(c, choice) != value for c in self.seconds):
+        if not any(c.choice(choice) != value for c in self.seconds):
             others = (c for c in self.frontier.others(choice, value) if c not in self.too_large)
             until = self.num_scheduled + _MOST_SCHEDULED
-            for configuration in islice(others, _MOST_TRIED):
-                if self.simulate(configuration) is not None or self.num_scheduled >= until:
+            for plan in islice(others, _MOST_TRIED):
+                if self.simulate(plan) is not None or self.num_scheduled >= until:
                     break
-        found = [c for c in self.seconds if getattr(c, choice) != value]
+        found = [c for c in self.seconds if c.choice(choice) != value]
         return min(found, key=self.seconds.__getitem__, default=None)
 
 
-_Kind = tuple[Mesh, str, int, bool]
+_Kind = tuple[Degrees, int, int, int, str, int, bool]
 
 
-def _kind(configuration: Configuration) -> _Kind:
+def _kind(plan: Plan) -> _Kind:
     """Returns what decides how close a bound is: the mesh, the order, and whether copies to the host take time too."""
-    c = configuration
-    return Mesh.of(c), c.schedule, c.stages_per_rank, c.offload > 0
+    degrees, of_mesh = plan.degrees, (plan.pipeline_parallel, plan.data_parallel, plan.microbatch_size)
+    return degrees, *of_mesh, plan.schedule_name, plan.stages_per_rank, plan.offload > 0
 
 
 def _nothing_divides(space: PlanSpace) -> SlipstreamError:
@@ -331,11 +337,11 @@ def _nothing_divides(space: PlanSpace) -> SlipstreamError:
         "pipeline_parallel": f"must divide the {devices} and be at most the {layers}",
         "data_parallel": f"must divide the {devices} and the batch of {sequences}",
     }
-    names = [choice.name for choice in fields(Configuration) if getattr(options, choice.name) is not None]
+    names = [choice for choice in CHOICES if getattr(options, choice) is not None]
     given = {name: getattr(options, name) for name in names}
     texts = {name: f"{name}={','.join(map(str, values))}" for name, values in given.items()}
 
-    def meshes(allowed: dict[str, Any]) -> Iterator[Mesh]:
+    def meshes(allowed: dict[str, Any]) -> Iterator[Plan]:
         # Ranks that share layers may be on several nodes where that was asked for.
         degrees: dict[str, Any] = dict.fromkeys(rules) | {"tensor_parallel": source.tensor_parallel_degrees}
         return PlanSpace(source, space.seq_len, space.global_batch, replace(options, **degrees | allowed)).meshes()
@@ -362,7 +368,7 @@ _MOST_NODES = 64  # how many times the nodes may grow
 
 def explain_misfit(space: PlanSpace, num_meshes: int) -> SlipstreamError:
     """Returns the error for a search in which every configuration is too large."""
-    candidates = [space.evaluate(configuration) for configuration in _smallest(space)]
+    candidates = [space.evaluate(plan) for plan in _smallest(space)]
     smallest = min(candidates, key=lambda candidate: max(candidate.peaks()))
     peaks, away, host = smallest.peaks(), smallest.host_peak(), space.source.host
     peak, room, has = max(peaks), space.memory, f"{bytes_text(space.memory)} that may be used of a device"
@@ -375,7 +381,7 @@ def explain_misfit(space: PlanSpace, num_meshes: int) -> SlipstreamError:
         larger += f", with {bytes_text(_in_digits(away))} on its host"
     return SlipstreamError(
         f"nothing fits: the smallest configuration on {plural(num_meshes, 'mesh')} needs {bytes_text(peak)} {where}, "
-        f"{bytes_text(peak - room)} more than the {has} ({configuration_text(smallest.configuration)}). The cheapest "
+        f"{bytes_text(peak - room)} more than the {has} ({smallest.plan.describe()}). The cheapest "
         f"change that would fit: {next(_changes(space), larger)}."
     )
 
@@ -386,7 +392,7 @@ def _in_digits(num_bytes: float) -> float:
     return ceil(num_bytes / power) * power
 
 
-def _smallest(space: PlanSpace) -> list[Configuration]:
+def _smallest(space: PlanSpace) -> list[Plan]:
     """Returns the configurations of least memory by their bounds, with all ways to save memory that are allowed."""
     slices = space.longest >= space.seq_len and space.options.allows("slicing", "equal-time")
     saving: dict[str, Any] = {
@@ -398,28 +404,28 @@ def _smallest(space: PlanSpace) -> list[Configuration]:
     }
     unsaid = {choice: values for choice, values in saving.items() if getattr(space.options, choice) is None}
     saving_space = PlanSpace(space.source, space.seq_len, space.global_batch, replace(space.options, **unsaid))
-    smallest: list[tuple[float, Configuration]] = []
+    smallest: list[tuple[float, Plan]] = []
     for mesh in sorted(saving_space.meshes(), key=saving_space.mean_state):
         if len(smallest) == _SMALLEST and smallest[-1][0] <= saving_space.mean_state(mesh):
             break
         more = ((size, c) for _, size, c in saving_space.of_mesh(mesh))
         smallest = nsmallest(_SMALLEST, [*smallest, *more], key=itemgetter(0))
-    return [configuration for _, configuration in smallest]
+    return [plan for _, plan in smallest]
 
 
 def _changes(space: PlanSpace) -> Iterator[str]:
     """Yields changes that would fit, the cheapest first: more choices, more memory, more nodes, fewer tokens."""
     options, source = space.options, space.source
-    for choice in (option.name for option in fields(Configuration)):
+    for choice in CHOICES:
         anything: dict[str, Any] = {choice: None}
         if getattr(options, choice) is not None and (best := _fitting(replace(options, **anything), space)):
-            yield f"allow {choice}={getattr(best, choice)}"
+            yield f"allow {choice}={best.choice(choice)}"
     if space.memory < source.memory and _fitting(replace(options, memory_limit=source.memory), space):
         yield f"allow all {bytes_text(source.memory)} of a device's memory"
     for more in source.larger(_MOST_NODES):
         best = _fitting(options, PlanSpace(more, space.seq_len, space.global_batch, options))
         if best is not None:
-            yield f"{plural(more.num_devices, 'device')} instead of {source.num_devices} ({configuration_text(best)})"
+            yield f"{plural(more.num_devices, 'device')} instead of {source.num_devices} ({best.describe()})"
     length = space.seq_len // 2
     while length >= 256:
         if _fitting(options, PlanSpace(source, length, space.global_batch, options)):
@@ -427,7 +433,7 @@ def _changes(space: PlanSpace) -> Iterator[str]:
         length //= 2
 
 
-def _fitting(options: PlanOptions, space: PlanSpace) -> Configuration | None:
+def _fitting(options: PlanOptions, space: PlanSpace) -> Plan | None:
     """Returns one of the smallest configurations that fits, if any."""
     other = PlanSpace(space.source, space.seq_len, space.global_batch, options)
     fitting = (c for c in _smallest(other) if other.may_fit(c) and other.fits(other.evaluate_in_part(c)))
@@ -447,20 +453,18 @@ def is_wanted(options: PlanOptions) -> bool:
     return free and all(values is None for values in choices)
 
 
-def promising(configurations: Iterable[Configuration]) -> list[Configuration]:
+def promising(configurations: Iterable[Plan]) -> list[Plan]:
     """Returns the first configuration of each of the first few meshes with a pipeline; those whose tensor-parallel and
     pipeline degrees no earlier one has come before others, as meshes that differ in less are alike."""
-    pipelines = [c for c in configurations if c.pipeline_parallel > 1 and c.schedule != AUTO]
-    firsts: dict[object, Configuration] = {}
-    for kind in (attrgetter("tensor_parallel", "pipeline_parallel"), Mesh.of):
+    pipelines = [c for c in configurations if c.pipeline_parallel > 1 and c.schedule_name != AUTO]
+    firsts: dict[object, Plan] = {}
+    for kind in (attrgetter("tensor_parallel", "pipeline_parallel"), attrgetter("mesh")):
         for c in pipelines:
             firsts.setdefault(kind(c), c)
     return list(dict.fromkeys(firsts.values()))[:_MOST_MESHES]
 
 
-def joint_candidates(
-    space: PlanSpace, start: Configuration, best: float, report: ProgressReport
-) -> Iterator[Configuration]:
+def joint_candidates(space: PlanSpace, start: Plan, best: float, report: ProgressReport) -> Iterator[Plan]:
     """Yields the plans on the mesh of `start`, with less and less memory, and adds them to the space.
 
     Nothing is sought that takes `best` seconds or more. These are tried in turn:
@@ -474,7 +478,7 @@ def joint_candidates(
     are recomputed one by one.
     """
     allows, problem = space.options.allows, _problem(space, start, best)
-    added = partial(_added, space, start, problem)
+    added = partial(_added, space, start)
     free = _find(space, start, problem, report)
     kinds = (free, free.other_head) if free else ()
     plans = sorted((plan for kind in kinds if kind for plan in (kind, *kind.rejected)), key=lambda plan: plan.seconds)
@@ -483,7 +487,7 @@ def joint_candidates(
             yield added(_split(plan) if _saves(start) else plan, "none", offload)
     # What isn't fast enough without a limit isn't within one.
     if (free or not problem.split) and allows("offload", start.offload) and space.memory < inf:
-        account = partial(_most_bytes, space, start, problem)
+        account = partial(_most_bytes, space, start)
         within = replace(problem, memory_limit=space.memory, account=account, split=True)
         limited = _find(space, start, within, report)
         if limited and allows("recompute", limited.recompute):
@@ -493,12 +497,12 @@ def joint_candidates(
         yield from (added(plan, start.recompute, start.offload) for plan in split_plans)
 
 
-def _saves(start: Configuration) -> bool:
+def _saves(start: Plan) -> bool:
     # On the host, or by recomputation.
     return start.offload > 0 or start.recompute != "none"
 
 
-def _problem(space: PlanSpace, start: Configuration, best: float) -> JointProblem:
+def _problem(space: PlanSpace, start: Plan, best: float) -> JointProblem:
     """Returns the problem for the mesh of a configuration, without a limit of memory: a step shorter than `best`."""
     num_microbatches, costs = space.shape(start).num_microbatches, space.costs(start.degrees, start.microbatch_size)
     granularity = _granularity(space)
@@ -521,7 +525,7 @@ def _problem(space: PlanSpace, start: Configuration, best: float) -> JointProble
     )
 
 
-def _find(space: PlanSpace, start: Configuration, problem: JointProblem, report: ProgressReport) -> JointPlan | None:
+def _find(space: PlanSpace, start: Plan, problem: JointProblem, report: ProgressReport) -> JointPlan | None:
     """Returns the joint plan; None where nothing fits or is as fast."""
 
     def show(share: float) -> None:
@@ -533,7 +537,7 @@ def _find(space: PlanSpace, start: Configuration, problem: JointProblem, report:
         return None
 
 
-def _vocabulary(space: PlanSpace, start: Configuration) -> Vocabulary:
+def _vocabulary(space: PlanSpace, start: Plan) -> Vocabulary:
     """Returns how a plan may have the head: spread where training does it, for ranks that share nothing else."""
     allows, rows = space.options.allows, space.costs(start.degrees, start.microbatch_size).vocab_size
     can_be = "vocabulary" not in space.source.refusals and start.degrees == Degrees() and start.shard != "parameters"
@@ -544,17 +548,15 @@ def _vocabulary(space: PlanSpace, start: Configuration) -> Vocabulary:
 
 def _most_bytes(
     space: PlanSpace,
-    start: Configuration,
-    problem: JointProblem,
+    start: Plan,
     partition: tuple[float, ...],
     slices: tuple[int, ...],
     schedule: Schedule,
     recompute: str,
 ) -> list[float]:
     """Returns the most bytes that each rank holds."""
-    plan = JointPlan(schedule, partition, slices, seconds=0.0, bound=0.0, ideal=0.0)
-    tried = _added(space, start, problem, plan, recompute, start.offload)
-    return space.evaluate(tried).peaks()
+    found = JointPlan(schedule, partition, slices, seconds=0.0, bound=0.0, ideal=0.0)
+    return space.evaluate(_closed(start, found, recompute, start.offload)).peaks()
 
 
 def _split(plan: JointPlan) -> JointPlan:
@@ -570,26 +572,22 @@ def _granularity(space: PlanSpace) -> int:
     return next(step for step in range(least, length + 1) if length % step == 0 or length % step >= shortest)
 
 
-def _added(
-    space: PlanSpace, start: Configuration, problem: JointProblem, plan: JointPlan, recompute: str, offload: float
-) -> Configuration:
-    placement = plan.schedule.placement
-    configuration = replace(
-        start,
-        schedule=AUTO,
+def _added(space: PlanSpace, start: Plan, found: JointPlan, recompute: str, offload: float) -> Plan:
+    """Returns the joint search's plan on the mesh of `start`, and adds it to the space."""
+    plan = _closed(start, found, recompute, offload)
+    space.found[plan] = found
+    return plan
+
+
+def _closed(start: Plan, found: JointPlan, recompute: str, offload: float) -> Plan:
+    return start.closed(
+        schedule=found.schedule,
         slicing=AUTO,
-        stages_per_rank=max(map(placement.count, set(placement))),
-        num_slices=len(plan.slices),
         recompute=recompute,
         offload=offload,
-        vocabulary=plan.head,
+        partition=found.partition,
+        slices=found.slices,
     )
-    source = space.source
-    costs = space.costs(start.degrees, start.microbatch_size)
-    bounds = unit_bounds(plan.partition, len(source.kinds), source.units_per_layer)
-    cut = PlacedPartition(costs, placement, bounds, plan.head == "spread")
-    space.found[configuration] = FoundPlan(cut, plan, problem)
-    return configuration
 
 
 # Kinds of recomputation by how little they hold, each with those that are never slower.
@@ -602,10 +600,10 @@ _SAVINGS = {
 }
 
 
-def _cheaper(configuration: Configuration) -> Iterator[Configuration]:
+def _cheaper(plan: Plan) -> Iterator[Plan]:
     """Yields the configuration with less saving of memory at the cost of time."""
-    shards = {configuration.shard, "optimizer"}
-    for recompute, offload, shard in product(_SAVINGS[configuration.recompute], {0.0, configuration.offload}, shards):
-        other = replace(configuration, recompute=recompute, offload=offload, shard=shard)
-        if other != configuration:
+    shards = {plan.shard, "optimizer"}
+    for recompute, offload, shard in product(_SAVINGS[plan.recompute], {0.0, plan.offload}, shards):
+        other = replace(plan, recompute=recompute, offload=offload, shard=shard)
+        if other != plan:
             yield other

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import cache, cached_property, lru_cache, partial
+from dataclasses import replace
+from functools import cache, partial
 from itertools import product, starmap
 from math import gcd, inf, prod
 
@@ -25,40 +25,31 @@ from slipstream.cost import (
     unit_bounds,
 )
 from slipstream.errors import SlipstreamError
-from slipstream.planner.joint import JointPlan, JointProblem, spread_costs
+from slipstream.planner.joint import JointPlan
 from slipstream.planner.partition import partition_layers
-from slipstream.planner.plans import AUTO, Configuration, Mesh, Prediction
-from slipstream.planner.search.bounds import ConfigurationGroup, GroupBounds, MemoryBound, Savings, StageSizes
-from slipstream.planner.search.evaluate import GROUPS, Evaluation, reduction_seconds, tail_seconds
+from slipstream.planner.plan import AUTO, OPEN, Plan, placement_of
+from slipstream.planner.plan_report import Prediction
+from slipstream.planner.search.bounds import GroupBounds, MemoryBound, PlanGroup, Savings, StageSizes
+from slipstream.planner.search.evaluate import (
+    GROUPS,
+    Evaluation,
+    StepTimes,
+    head_times,
+    reduction_seconds,
+    tail_seconds,
+)
 from slipstream.planner.search.placed_partition import PlacedPartition
 from slipstream.planner.search.plan_options import PlanOptions
 from slipstream.planner.search.schedule_shape import ScheduleShape, cached_schedule, with_savings
 from slipstream.planner.search.slice_choices import SliceChoices, sequence_seconds
 from slipstream.planner.search.stage_times import Slicing, StageTimes, first_others_last, part_times, stage_times
-from slipstream.schedule import SCHEDULES, VOCABULARY, Op, ScheduleKind, make_schedule
+from slipstream.schedule import SCHEDULES, Op, Schedule, ScheduleKind
 from slipstream.schedule.action_arrays import ActionArrays
 
 USABLE = 0.95  # of a device's memory: fragments, libraries and all that isn't counted take the rest
 _LONG = 4000  # slices of stages, in a step that isn't simulated whole
 _STAGES_PER_RANK = (1, 2, 3, 4, 5, 6, 8, 10, 12)
 _MOST_LAYERS = 16  # of a model whose ranks, not only its stages, are balanced; with more that takes a second each
-
-
-@dataclass(frozen=True)
-class FoundPlan:
-    """A cut, slices and an order that were found together, as they were asked for."""
-
-    cut: PlacedPartition
-    plan: JointPlan
-    problem: JointProblem
-
-    @cached_property
-    def of_head(self) -> dict[tuple[int, int, Op], float]:
-        """The seconds of a spread head's actions by (stage, slice, op)."""
-        if not self.cut.spreads_head:
-            return {}
-        times = spread_costs(self.problem, self.plan.partition, self.plan.slices).times
-        return {key: seconds for key, seconds in times.items() if key[2] in VOCABULARY}
 
 
 class PlanSpace:
@@ -76,13 +67,13 @@ class PlanSpace:
         self._tails, self.sizes = cache(tail_seconds), cache(self._sizes)
         self._gradients, self._whole = cache(reduction_seconds), cache(self._whole_seconds)
         self._columns, self._work = cache(self._part_columns), cache(self._whole_work)
-        self._state = cache(self._state_bytes)
+        self._state, self._placed = cache(self._state_bytes), cache(self._place)
         self._alike: dict[tuple[tuple[int, ...], ...], Stage] = {}
-        self.found: dict[Configuration, FoundPlan] = {}  # by the joint search
+        self.found: dict[Plan, JointPlan] = {}  # by the joint search
 
     # --- what divides ------------------------------------------------------------------------------------------------
 
-    def meshes(self) -> Iterator[Mesh]:
+    def meshes(self) -> Iterator[Plan]:
         """Yields all that divide the devices, the layers and the batch.
 
         Tensor parallelism stays inside of a node, or of a rack that NVLink connects, unless it is asked for.
@@ -96,10 +87,10 @@ class PlanSpace:
                 fits = fits and data * degrees.context % degrees.experts == 0
                 if fits and allows("pipeline_parallel", pipeline) and allows("data_parallel", data):
                     sizes = self._microbatch_sizes(self.global_batch // data)
-                    meshes = (Mesh(degrees, pipeline, data, size) for size in sizes)
+                    meshes = (_mesh(degrees, pipeline, data, size) for size in sizes)
                     yield from (mesh for mesh in meshes if not self._shares_for_nothing(mesh))
 
-    def _shares_for_nothing(self, mesh: Mesh) -> bool:
+    def _shares_for_nothing(self, mesh: Plan) -> bool:
         """Returns whether ranks share slices of microbatches that they could have parts of instead: with more replicas
         and fewer sequences in each microbatch they would have as many tokens, and exchange less."""
         context, data, size = mesh.context_parallel, mesh.data_parallel, mesh.microbatch_size
@@ -148,27 +139,35 @@ class PlanSpace:
             if shapes:
                 yield stages, shapes
 
-    def shape(self, configuration: Configuration) -> ScheduleShape:
-        c, num_microbatches = configuration, self.num_microbatches(configuration)
-        counts = c.pipeline_parallel, num_microbatches, c.num_slices, c.stages_per_rank
-        return ScheduleShape(c.schedule, *counts, self.cut(c).num_frozen, splits=c.recompute not in BY_LAYER)
+    def shape(self, plan: Plan) -> ScheduleShape:
+        return ScheduleShape.of(plan, self.num_microbatches(plan), self.cut(plan).num_frozen)
 
-    def num_microbatches(self, configuration: Configuration) -> int:
+    def num_microbatches(self, plan: Plan) -> int:
         """Returns the microbatches of each pipeline."""
-        return self.global_batch // (configuration.data_parallel * configuration.microbatch_size)
+        return self.global_batch // (plan.data_parallel * plan.microbatch_size)
 
     # --- what stages cost --------------------------------------------------------------------------------------------
 
-    def cut(self, configuration: Configuration) -> PlacedPartition:
-        """Returns the partition of layers that makes the slowest rank fastest, by the time of whole sequences.
+    def cut(self, plan: Plan) -> PlacedPartition:
+        """Returns the partition of layers that makes the slowest rank fastest, by the time of whole sequences; the
+        plan's own, where it has one."""
+        if plan.partition is not OPEN:
+            spreads_head = plan.vocabulary == "spread"
+            return self._placed(plan.degrees, plan.microbatch_size, plan.placement, plan.partition, spreads_head)
+        assert isinstance(plan.schedule, str), "an order is found with its cut"
+        placement = placement_of(plan.schedule, plan.pipeline_parallel, plan.stages_per_rank)
+        return self._partition(plan.degrees, plan.microbatch_size, placement)
 
-        Where the order was found, it is the cut that was found with it.
-        """
-        c = configuration
-        if c.schedule == AUTO:
-            return self.found[c].cut
-        placement = _placement(c.schedule, c.pipeline_parallel, c.stages_per_rank)
-        return self._partition(c.degrees, c.microbatch_size, placement)
+    def _place(
+        self,
+        degrees: Degrees,
+        size: int,
+        placement: tuple[int, ...],
+        partition: tuple[float, ...],
+        spreads_head: bool,
+    ) -> PlacedPartition:
+        bounds = unit_bounds(partition, len(self.source.kinds), self.source.units_per_layer)
+        return PlacedPartition(self.costs(degrees, size), placement, bounds, spreads_head)
 
     def _compute_partition(self, degrees: Degrees, size: int, placement: tuple[int, ...]) -> PlacedPartition:
         costs, num_layers = self.costs(degrees, size), len(self.source.kinds)
@@ -177,26 +176,25 @@ class PlanSpace:
         partition = partition_layers(weights, len(placement), placement=ranks)
         return PlacedPartition(costs, placement, unit_bounds(partition, num_layers, self.source.units_per_layer))
 
-    def slices(self, configuration: Configuration) -> tuple[int, ...]:
+    def slices(self, plan: Plan) -> tuple[int, ...]:
         """Returns the tokens of each slice."""
-        c = configuration
-        if c.schedule == AUTO:
-            return self.found[c].plan.slices
-        exact = self._exact(c) if c.slicing == "exact" else None
-        return exact or self.choices.equal_time(c.degrees, c.microbatch_size, c.num_slices)
+        if plan.slices is not OPEN:
+            return plan.slices
+        exact = self._exact(plan) if plan.slicing == "exact" else None
+        return exact or self.choices.equal_time(plan.degrees, plan.microbatch_size, plan.num_slices)
 
-    def _exact(self, c: Configuration) -> tuple[int, ...] | None:
-        """Returns the exact slicing for stages like the slowest one of the configuration's cut."""
-        stage = self._slowest(self.cut(c))
-        num_passes = self.num_microbatches(c) * c.stages_per_rank
-        return self.choices.exact(c.degrees, c.microbatch_size, stage, c.pipeline_parallel, num_passes)
+    def _exact(self, plan: Plan) -> tuple[int, ...] | None:
+        """Returns the exact slicing for stages like the slowest one of the plan's cut."""
+        stage = self._slowest(self.cut(plan))
+        num_passes = self.num_microbatches(plan) * plan.stages_per_rank
+        return self.choices.exact(plan.degrees, plan.microbatch_size, stage, plan.pipeline_parallel, num_passes)
 
-    def actions(self, configuration: Configuration, shape: ScheduleShape) -> ActionArrays:
+    def actions(self, plan: Plan, shape: ScheduleShape) -> ActionArrays:
         """Returns the actions, with R, OFFLOAD and RELOAD; a named schedule's backwards are split as in a Pipeline."""
-        c, replays = configuration, configuration.recompute in REPLAYED
-        if c.schedule == AUTO:
-            return with_savings(self.found[c].plan.schedule, replays, c.offload)
-        return cached_schedule(shape, replays, c.offload)
+        replays = plan.recompute in REPLAYED
+        if isinstance(plan.schedule, Schedule):
+            return with_savings(plan.schedule, replays, plan.offload)
+        return cached_schedule(shape, replays, plan.offload)
 
     def _find_slowest(self, cut: PlacedPartition) -> Stage:
         length = min(self.seq_len, self.longest)
@@ -206,9 +204,8 @@ class PlanSpace:
         # Of the longest slice whose time is known, where a whole sequence is longer.
         return sequence_seconds(self.costs(degrees, size), min(self.seq_len, self.longest), layers)
 
-    def times(self, configuration: Configuration) -> StageTimes:
-        c = configuration
-        return self._times(c.degrees, c.microbatch_size, self.cut(c), self.slices(c))
+    def times(self, plan: Plan) -> StageTimes:
+        return self._times(plan.degrees, plan.microbatch_size, self.cut(plan), self.slices(plan))
 
     def _compute_times(self, degrees: Degrees, size: int, cut: PlacedPartition, slices: Slicing) -> StageTimes:
         parts = part_times(self.costs(degrees, size), self.source.recomputations, (slices,))
@@ -223,15 +220,14 @@ class PlanSpace:
         parts, per_layer, num_layers = self.source.parts, self.source.units_per_layer, len(self.source.kinds)
         return self._alike.setdefault(kinds_by_layer(parts, parts_of(stage, num_layers, per_layer), per_layer), stage)
 
-    def tails(self, configuration: Configuration) -> Floats:
+    def tails(self, plan: Plan) -> Floats:
         """Returns each rank's seconds that always follow its last action: of reducing the gradients of its first stage,
         of gathering weights, and of the optimizer."""
-        return self._tails(self.cut(configuration), configuration.num_copies, configuration.optimizer_shards)
+        return self._tails(self.cut(plan), plan.num_copies, plan.optimizer_shards)
 
-    def gradient_seconds(self, configuration: Configuration) -> Floats:
+    def gradient_seconds(self, plan: Plan) -> Floats:
         """Returns the seconds in which each stage's gradients are reduced over the replicas."""
-        c = configuration
-        return self._gradients(self.cut(c), c.num_copies, c.optimizer_shards)
+        return self._gradients(self.cut(plan), plan.num_copies, plan.optimizer_shards)
 
     def _sizes(self, cut: PlacedPartition) -> StageSizes:
         costs, length, per_stage = cut.costs, self.seq_len, cut.per_stage
@@ -250,96 +246,103 @@ class PlanSpace:
 
     # --- what a step takes -------------------------------------------------------------------------------------------
 
-    def only(self) -> Configuration:
-        """Returns the configuration that the options leave; the first of several.
+    def only(self) -> Plan:
+        """Returns the plan that the options leave; the first of several.
 
         Raises:
             SlipstreamError: where none is left, as the degrees don't divide the devices, the layers or the batch.
         """
-        for _, _, configuration in self.bounded():
-            return configuration
+        for _, _, plan in self.bounded():
+            return plan
         raise SlipstreamError(f"no configuration of {self.source.name} fits these numbers.")
 
-    def evaluate(self, configuration: Configuration) -> Evaluation:
-        """Returns what the configuration's step takes and holds, by all of its actions."""
-        return self._evaluated(configuration, self.shape(configuration))
+    def evaluate(self, plan: Plan) -> Evaluation:
+        """Returns what the plan's step takes and holds, by all of its actions."""
+        return self._evaluated(plan, self.shape(plan))
 
-    def evaluate_in_part(self, configuration: Configuration) -> Evaluation:
+    def evaluate_in_part(self, plan: Plan) -> Evaluation:
         """Returns it by few groups of a long step, where these take equally long."""
-        c, shape = configuration, self.shape(configuration)
+        shape = self.shape(plan)
         few = shape.with_groups(GROUPS)
         is_long = prod(shape.counts) > _LONG and shape.num_microbatches > 2 * few.num_microbatches
-        if not is_long or c.schedule == AUTO or SCHEDULES[c.schedule].holds_all:
-            return self.evaluate(c)
-        candidate = self._evaluated(c, few)
-        return candidate if candidate.is_steady else self.evaluate(c)
+        if not is_long or isinstance(plan.schedule, Schedule) or SCHEDULES[plan.schedule].holds_all:
+            return self.evaluate(plan)
+        candidate = self._evaluated(plan, few)
+        return candidate if candidate.is_steady else self.evaluate(plan)
 
-    def _evaluated(self, configuration: Configuration, shape: ScheduleShape) -> Evaluation:
-        c = configuration
+    def _evaluated(self, plan: Plan, shape: ScheduleShape) -> Evaluation:
         return Evaluation(
-            configuration=c,
-            cut=self.cut(c),
-            times=self.times(c),
-            arrays=self.actions(c, shape),
-            reductions=self.gradient_seconds(c),
-            tails=self.tails(c),
+            plan=plan,
+            cut=self.cut(plan),
+            slices=self.slices(plan),
+            arrays=self.actions(plan, shape),
+            find_times=partial(self._step_times, plan),
             state=self.source.state,
             host=self.source.host,
-            head_times=self.found[c].of_head if c.schedule == AUTO else {},
             alike=self.alike,
-            num_extrapolated=self.num_microbatches(c) - shape.num_microbatches,
+            num_extrapolated=self.num_microbatches(plan) - shape.num_microbatches,
+        )
+
+    def _step_times(self, plan: Plan) -> StepTimes:
+        return StepTimes(
+            stages=self.times(plan),
+            reductions=self.gradient_seconds(plan),
+            tails=self.tails(plan),
+            head=head_times(plan, self.costs(plan.degrees, plan.microbatch_size), self.source.state),
         )
 
     def fits(self, evaluation: Evaluation) -> bool:
         """Returns whether all devices and hosts have room."""
         return evaluation.fits(self.memory)
 
-    def may_fit(self, configuration: Configuration) -> bool:
-        """Returns False only if a configuration is too large, even without messages and keys' gradients."""
-        c, cut, shape = configuration, self.cut(configuration), self.shape(configuration)
-        state = self.source.state.of_shards(c.shard)
-        sizes, slices, by_layer = self.sizes(cut), np.array(self.slices(c)), c.recompute in BY_LAYER
+    def may_fit(self, plan: Plan) -> bool:
+        """Returns False only if a plan is too large, even without messages and keys' gradients."""
+        cut, shape = self.cut(plan), self.shape(plan)
+        state = self.source.state.of_shards(plan.shard)
+        sizes, slices, by_layer = self.sizes(cut), np.array(self.slices(plan)), plan.recompute in BY_LAYER
         bound = MemoryBound(
             whole=np.outer(sizes.kept["full" if by_layer else "none"], slices / self.seq_len),
-            kept=np.outer(sizes.kept[c.recompute], slices / self.seq_len),
+            kept=np.outer(sizes.kept[plan.recompute], slices / self.seq_len),
             context=sizes.context * (not by_layer or len(slices) > 1),
             gradients=state.gradients * sizes.trained,
-            offloads=bool(c.offload),
+            offloads=bool(plan.offload),
         )
-        state_bytes = sizes.weights + state.optimizer * sizes.optimized(c.optimizer_shards)
+        state_bytes = sizes.weights + state.optimizer * sizes.optimized(plan.optimizer_shards)
         if (bound.peaks(shape) + cut.per_rank(state_bytes)).max() > self.memory:
             return False
         host = self.source.host
-        return c.offload < 1 or host is None or bound.away(shape) <= host.capacity
+        return plan.offload < 1 or host is None or bound.away(shape) <= host.capacity
 
     def predict(self, evaluation: Evaluation) -> Prediction:
-        """Returns the configuration's step, its causes, and all ranks' memory at their peaks."""
-        c, step = evaluation.configuration, evaluation.seconds
+        """Returns the step of a plan, its causes, and all ranks' memory at their peaks."""
+        plan, step = evaluation.plan, evaluation.seconds
         peak = self.source.peak_seconds(self.global_batch, self.seq_len)
         return Prediction(
-            configuration=c,
-            partition=partition_of(evaluation.cut.bounds, self.source.units_per_layer),
-            placement=evaluation.cut.placement,
-            slices=evaluation.times.slices,
-            num_microbatches=self.num_microbatches(c),
+            plan=replace(
+                plan,
+                partition=partition_of(evaluation.cut.bounds, self.source.units_per_layer),
+                placement=evaluation.cut.placement,
+                slices=evaluation.slices,
+                num_microbatches=self.num_microbatches(plan),
+            ),
             step_seconds=step,
             tokens_per_second=self.global_batch * self.seq_len / step,
-            mfu=None if peak is None else peak / (step * c.num_devices),
+            mfu=None if peak is None else peak / (step * plan.num_devices),
             idle_fraction=evaluation.idle_fraction,
             seconds_by_cause=evaluation.causes,
             memory=evaluation.memory(),
             memory_limit=self.memory,
-            joint=self.found[c].plan if c.schedule == AUTO else None,
+            joint=self.found.get(plan),
         )
 
     # --- bounds ------------------------------------------------------------------------------------------------------
 
-    def bounded(self) -> Iterator[tuple[float, float, Configuration]]:
+    def bounded(self) -> Iterator[tuple[float, float, Plan]]:
         """Yields (least seconds of the step, least bytes of the fullest rank, configuration) of all that divide."""
         for mesh in self.meshes():
             yield from self.of_mesh(mesh)
 
-    def least_seconds(self, mesh: Mesh) -> float:
+    def least_seconds(self, mesh: Plan) -> float:
         """Returns a lower bound of the step of all configurations on a mesh: the work of whole sequences and of the
         optimizer, spread evenly over the pipeline. It is 0 where times were measured, as slices may be faster there."""
         costs, whole = self.costs(mesh.degrees, mesh.microbatch_size), range(len(self.source.kinds))
@@ -358,7 +361,7 @@ class PlanSpace:
         # where keys are gathered, slices only make the last rank's attention less uneven
         return max(0.0, work - costs.uneven_seconds(whole, self.seq_len)) if isinstance(costs, CountedCosts) else work
 
-    def of_mesh(self, mesh: Mesh) -> Iterator[tuple[float, float, Configuration]]:
+    def of_mesh(self, mesh: Plan) -> Iterator[tuple[float, float, Plan]]:
         """Yields (least seconds of the step, least bytes of the fullest rank, configuration) of all on a mesh.
 
         One that is too large has no time, 0.
@@ -368,9 +371,9 @@ class PlanSpace:
             if exact := self.with_exact_slices(group):
                 yield from exact.bounded()
 
-    def groups(self, mesh: Mesh) -> Iterator[ConfigurationGroup]:
+    def groups(self, mesh: Plan) -> Iterator[PlanGroup]:
         """Yields the configurations of a mesh whose slices take equal time, those with the same cut together."""
-        degrees, pipeline, data, size = mesh
+        degrees, pipeline, data, size = mesh.degrees, mesh.pipeline_parallel, mesh.data_parallel, mesh.microbatch_size
         savings = self._savings(mesh)
         if not savings.every:
             return
@@ -379,31 +382,42 @@ class PlanSpace:
         for stages_per_rank, names in self.shapes(pipeline, self.global_batch // (data * size)):
             alike: dict[tuple[tuple[int, ...], bool], list[str]] = {}
             for name in names:
-                alike.setdefault((_placement(name, pipeline, stages_per_rank), SCHEDULES[name].splits), []).append(name)
+                placement = placement_of(name, pipeline, stages_per_rank)
+                alike.setdefault((placement, SCHEDULES[name].splits), []).append(name)
             for same in alike.values():
-                first = degrees.tensor, pipeline, data, stages_per_rank, same[0], size
-                unsliced = Configuration(*first, 1, *savings.every[0], "equal-time", *degrees[1:])
+                recompute, offload, shard = savings.every[0]
+                unsliced = replace(
+                    mesh,
+                    stages_per_rank=stages_per_rank,
+                    schedule=same[0],
+                    num_slices=1,
+                    slicing="equal-time",
+                    recompute=recompute,
+                    offload=offload,
+                    shard=shard,
+                    vocabulary="whole",
+                )
                 yield self._group(unsliced, tuple(same), slicings, savings)
 
-    def with_exact_slices(self, group: ConfigurationGroup) -> ConfigurationGroup | None:
+    def with_exact_slices(self, group: PlanGroup) -> PlanGroup | None:
         """Returns a group's configurations with slices that are the best for a pipeline of equal stages.
 
         With one rank nothing is gained by cutting. Of those that can't fit they aren't sought, unless no others are
         allowed.
         """
-        c, allows = group.first, self.options.allows
-        if c.pipeline_parallel == 1 or not allows("slicing", "exact"):
+        first, allows = group.first, self.options.allows
+        if first.pipeline_parallel == 1 or not allows("slicing", "exact"):
             return None
-        if (group.least_seconds < inf or not group.slicings) and (found := self._exact(c)):
+        if (group.least_seconds < inf or not group.slicings) and (found := self._exact(first)):
             is_known = (len(found), "equal-time") in group.slicings
-            is_known = is_known and found == self.choices.equal_time(c.degrees, c.microbatch_size, len(found))
+            is_known = is_known and found == self.choices.equal_time(first.degrees, first.microbatch_size, len(found))
             if allows("num_slices", len(found)) and not is_known:
-                return self._group(c, group.names, [(len(found), "exact")], group.savings)
+                return self._group(first, group.names, [(len(found), "exact")], group.savings)
         return None
 
     def _group(
-        self, first: Configuration, names: tuple[str, ...], slicings: list[tuple[int, str]], savings: Savings
-    ) -> ConfigurationGroup:
+        self, first: Plan, names: tuple[str, ...], slicings: list[tuple[int, str]], savings: Savings
+    ) -> PlanGroup:
         degrees, size, cut = first.degrees, first.microbatch_size, self.cut(first)
         shapes = [replace(first, num_slices=count, slicing=slicing) for count, slicing in slicings]
         lengths = tuple(map(self.slices, shapes))
@@ -415,25 +429,26 @@ class PlanSpace:
             source=self.source,
             num_microbatches=self.num_microbatches(first),
             num_copies=first.num_copies,
-            splits_all=SCHEDULES[first.schedule].splits,
+            splits_all=SCHEDULES[first.schedule_name].splits,
             slicings=(*lengths, ()),
             savings=savings,
         )
         tails = [self.tails(replace(first, shard=shard)).sum(axis=0) for shard in savings.shard]
         sizes, seconds = bounds.least_bytes(), bounds.least_seconds(np.stack(tails))
         if not isinstance(cut.costs, CountedCosts) or first.context_exchange == "keys":
-            seconds[-1] = self.least_seconds(Mesh.of(first))  # slices may be faster than a whole sequence
+            seconds[-1] = self.least_seconds(first)  # slices may be faster than a whole sequence
         seconds = np.where(sizes > self.memory, inf, seconds)
         least = float(seconds[-1].min())
-        return ConfigurationGroup(first, names, slicings, savings, seconds[:-1], sizes[:-1], least)
+        return PlanGroup(first, names, slicings, savings, seconds[:-1], sizes[:-1], least)
 
-    def mean_state(self, mesh: Mesh) -> float:
+    def mean_state(self, mesh: Plan) -> float:
         """Returns the least weights, gradients and optimizer state that a rank of a mesh may have, if all had as
         much; infinite where no way to save memory is allowed."""
-        degrees, pipeline, data, size = mesh
-        has_more = self.global_batch > data * size
+        degrees, size = mesh.degrees, mesh.microbatch_size
+        has_more = self.global_batch > mesh.data_parallel * size
         shards = {(shard, mesh.num_copies if shard != "none" else 1) for _, _, shard in self._savings(mesh).every}
-        return min((self._state(degrees, size, *shard, has_more) for shard in shards), default=inf) / pipeline
+        least = min((self._state(degrees, size, *shard, has_more) for shard in shards), default=inf)
+        return least / mesh.pipeline_parallel
 
     def _state_bytes(self, degrees: Degrees, size: int, shard: str, number: int, has_more: bool) -> float:
         """Returns the weights, gradients and optimizer state of one rank with all layers; without gradients where they
@@ -443,7 +458,7 @@ class PlanSpace:
         held = costs.weight_bytes(layers, state.weights) + has_more * state.gradients * costs.num_trained(layers)
         return held + state.optimizer * costs.num_optimized(layers, number)
 
-    def _savings(self, mesh: Mesh) -> Savings:
+    def _savings(self, mesh: Plan) -> Savings:
         """Returns the ways to save memory, those that cost nothing first.
 
         A run gathers sharded parameters once a step, which takes as long and holds as much as ZeRO-1 does at its
@@ -487,9 +502,9 @@ def _check_known(source: CostSource, options: PlanOptions) -> None:
         )
 
 
-@lru_cache(maxsize=4096)
-def _placement(schedule: str, pipeline: int, stages_per_rank: int) -> tuple[int, ...]:
-    return make_schedule(schedule, pipeline, 1, 1, stages_per_rank).placement
+def _mesh(degrees: Degrees, pipeline: int, data: int, size: int) -> Plan:
+    """Returns a plan of which the mesh alone is decided."""
+    return Plan(**degrees.choices, pipeline_parallel=pipeline, data_parallel=data, microbatch_size=size)
 
 
 @cache

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from math import prod
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from slipstream.cost import BY_LAYER
+from slipstream.planner.plan import Plan
 from slipstream.schedule import (
     Schedule,
     add_offload,
@@ -31,6 +33,12 @@ class ScheduleShape(NamedTuple):
     stages_per_rank: int
     num_frozen: int = 0  # the first stages, of which nothing is trained
     splits: bool = True  # backwards that send their result to another rank, as a Pipeline does
+
+    @classmethod
+    def of(cls, plan: Plan, num_microbatches: int, num_frozen: int) -> ScheduleShape:
+        """Returns the shape of a plan's schedule, with so many frozen stages."""
+        counts = plan.pipeline_parallel, num_microbatches, plan.num_slices, plan.stages_per_rank
+        return cls(plan.schedule_name, *counts, num_frozen, splits=plan.recompute not in BY_LAYER)
 
     @property
     def counts(self) -> tuple[int, int, int, int]:

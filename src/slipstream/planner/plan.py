@@ -1,0 +1,437 @@
+"""A plan: every decision about how a step is trained, each of which may still be open."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from typing import Any
+
+from slipstream.errors import SlipstreamError
+from slipstream.options import SHARED_WORK, Degrees
+from slipstream.schedule import AUTOMATIC, SCHEDULES, Schedule, make_schedule
+from slipstream.units import numbers_text, plural
+
+AUTO = "auto"  # the schedule and slicing of the joint search's plans
+
+
+class _Open:
+    """What isn't decided yet."""
+
+    def __repr__(self) -> str:
+        return "OPEN"
+
+    def __reduce__(self) -> str:
+        return "OPEN"  # one object, also after copying and pickling
+
+
+OPEN: Any = _Open()
+"""The value of a plan's field that isn't decided yet."""
+
+ALLOWED: Mapping[str, tuple[str, ...]] = {
+    "schedule": (*SCHEDULES, AUTO),
+    "recompute": ("none", "selective", "full", "stage", "stage+full"),
+    "shard": ("none", "optimizer", "parameters"),
+    "vocabulary": ("whole", "spread"),
+    "slicing": ("equal-time", "exact", AUTO),
+    "context_exchange": ("heads", "keys"),
+}
+"""The names that a field of a plan may have."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One way to train. A field that isn't decided yet is `OPEN`.
+
+    `tensor_parallel` · `context_parallel` · `pipeline_parallel` · `data_parallel` is the number of devices, and
+    `expert_parallel` divides the ranks with the same weights. Every pipeline takes `num_microbatches` of
+    `microbatch_size` sequences per step.
+
+    The fields up to `vocabulary` are the choices that a search combines. The others follow from them, or are found
+    together with an order.
+
+    Args:
+        tensor_parallel: ranks that share every layer.
+        pipeline_parallel: ranks of a pipeline.
+        data_parallel: pipelines that share the batch.
+        stages_per_rank: stages of the rank with the most.
+        schedule: a name of `slipstream.SCHEDULES`, or the compute actions of an order that was found.
+        microbatch_size: sequences of a microbatch.
+        num_slices: slices of a sequence.
+        recompute: "none", "selective", "full", "stage" or "stage+full".
+        offload: the share of slices whose activations are offloaded to host memory, 0 to 1.
+        shard: what is sharded over the ranks with the same weights: "none", the "optimizer"'s state, or the
+            "parameters" too.
+        slicing: how slices are found: "equal-time", or "exact", TeraPipe's optimum for equal stages; "auto": together
+            with the order.
+        context_parallel: ranks that share every slice.
+        expert_parallel: ranks over which experts are spread.
+        context_exchange: the exchange around attention of ranks that share slices: "heads" for tokens, or "keys".
+        vocabulary: where the head's rows are: "whole", on the last stage's rank, or "spread" over the ranks of the
+            pipeline.
+        num_microbatches: microbatches of a pipeline's step.
+        placement: the rank of each stage.
+        partition: layers of each stage, perhaps with halves; 0 for an end of the model alone.
+        slices: tokens of each slice.
+    """
+
+    tensor_parallel: int = OPEN
+    pipeline_parallel: int = OPEN
+    data_parallel: int = OPEN
+    stages_per_rank: int = OPEN
+    schedule: str | Schedule = OPEN
+    microbatch_size: int = OPEN
+    num_slices: int = OPEN
+    recompute: str = OPEN
+    offload: float = OPEN
+    shard: str = OPEN
+    slicing: str = OPEN
+    context_parallel: int = OPEN
+    expert_parallel: int = OPEN
+    context_exchange: str = OPEN
+    vocabulary: str = OPEN
+    num_microbatches: int = OPEN
+    placement: tuple[int, ...] = OPEN
+    partition: tuple[float, ...] = OPEN
+    slices: tuple[int, ...] = OPEN
+
+    def __hash__(self) -> int:
+        # A search looks plans up hundreds of thousands of times. An order is left out: its slices and cut are hashed.
+        return hash(
+            (
+                self.tensor_parallel,
+                self.pipeline_parallel,
+                self.data_parallel,
+                self.stages_per_rank,
+                self.schedule_name,
+                self.microbatch_size,
+                self.num_slices,
+                self.recompute,
+                self.offload,
+                self.shard,
+                self.slicing,
+                self.context_parallel,
+                self.expert_parallel,
+                self.context_exchange,
+                self.vocabulary,
+                self.partition,
+                self.slices,
+            )
+        )
+
+    # --- what is decided ---------------------------------------------------------------------------------------------
+
+    @property
+    def open_fields(self) -> tuple[str, ...]:
+        """The names of the fields that aren't decided, without those that another one implies."""
+        return tuple(
+            name
+            for name in FIELDS
+            if getattr(self, name) is OPEN and getattr(self, _IMPLIED_BY.get(name, name)) is OPEN
+        )
+
+    def only(self, names: Sequence[str]) -> Plan:
+        """Returns the plan with all fields open but these."""
+        return Plan(**{name: getattr(self, name) for name in names})
+
+    def closed(self, **choices: Any) -> Plan:
+        """Returns the plan with these choices, and with what follows from them where it was open or is given anew.
+
+        An order says its placement, its ranks, its microbatches and whether it spreads the vocabulary; a named schedule
+        its placement; slices say their number.
+        """
+        values = {name: getattr(self, name) for name in FIELDS} | choices
+        implied: dict[str, Any] = {}
+        schedule = values["schedule"]
+        if isinstance(schedule, Schedule):
+            implied = {
+                "placement": schedule.placement,
+                "pipeline_parallel": schedule.num_ranks,
+                "num_microbatches": schedule.num_microbatches,
+                "num_slices": schedule.num_slices,
+                "vocabulary": "spread" if schedule.spreads_vocabulary else "whole",
+            }
+        elif OPEN not in (shape := (schedule, values["pipeline_parallel"], values["stages_per_rank"])):
+            implied = {"placement": placement_of(*shape)}
+        if (placement := choices.get("placement", implied.get("placement", values["placement"]))) is not OPEN:
+            implied["stages_per_rank"] = max(map(placement.count, set(placement)))
+        if values["slices"] is not OPEN:
+            implied["num_slices"] = len(values["slices"])
+        return Plan(**values | implied | choices)
+
+    def differences(self, other: Plan) -> list[str]:
+        """Returns the names of the fields in which the two differ."""
+        return [name for name in FIELDS if getattr(self, name) != getattr(other, name)]
+
+    def choice(self, name: str) -> Any:
+        """Returns the value of a choice as options name it: an order that was found is "auto"."""
+        return self.schedule_name if name == "schedule" else getattr(self, name)
+
+    @property
+    def schedule_name(self) -> str:
+        """The name of the schedule, "auto" for an order that was found."""
+        return AUTO if isinstance(self.schedule, Schedule) else self.schedule
+
+    # --- what follows ------------------------------------------------------------------------------------------------
+
+    @property
+    def mesh(self) -> Plan:
+        """The degrees and the sequences of a microbatch alone."""
+        return self.only(MESH)
+
+    @property
+    def degrees(self) -> Degrees:
+        """By how many ranks a stage's work is shared."""
+        return Degrees(self.tensor_parallel, self.context_parallel, self.expert_parallel, self.context_exchange)
+
+    @property
+    def num_copies(self) -> int:
+        """The number of ranks that have the same weights, but for experts, and see other tokens."""
+        return self.data_parallel * self.context_parallel
+
+    @property
+    def num_devices(self) -> int:
+        return self.tensor_parallel * self.pipeline_parallel * self.num_copies
+
+    @property
+    def optimizer_shards(self) -> int:
+        """The number of ranks over which the optimizer's state is sharded."""
+        return self.num_copies if self.shard != "none" else 1
+
+    # --- for people --------------------------------------------------------------------------------------------------
+
+    def describe(self) -> str:
+        """Returns the choices on one line. Ways to save memory that aren't used are left out, and what is open is named
+        at the end."""
+        parts = [
+            self._degrees_text(),
+            self._text("expert_parallel", "experts over {} ranks", unless=(1,)),
+            self._text("schedule", "schedule {}"),
+            "" if self.stages_per_rank is OPEN else f"{plural(self.stages_per_rank, 'stage')} per rank",
+            "" if self.num_slices is OPEN else plural(self.num_slices, self._slice_text()),
+            "" if self.microbatch_size is OPEN else f"{plural(self.microbatch_size, 'sequence')} per microbatch",
+            self._text("recompute", "recompute {}", unless=("none",)),
+            self._text("offload", "{:.0%} offloaded", unless=(0,)),
+            self._text("vocabulary", "vocabulary {}", unless=("whole",)),
+            {"optimizer": "optimizer state sharded", "parameters": "parameters sharded"}.get(self.shard, ""),
+        ]
+        return ", ".join(filter(None, parts))
+
+    def _text(self, name: str, text: str, unless: tuple[object, ...] = ()) -> str:
+        value = self.choice(name)
+        return "" if value is OPEN or value in unless else text.format(value)
+
+    def _slice_text(self) -> str:
+        return "exact slice" if self.slicing == "exact" else "slice"
+
+    def _degrees_text(self) -> str:
+        exchange = "" if self.context_exchange is OPEN else f" by {self.context_exchange}"
+        degrees = [
+            self._text("tensor_parallel", "tensor {}"),
+            self._text("context_parallel", "context {}" + exchange, unless=(1,)),
+            self._text("pipeline_parallel", "pipeline {}"),
+            self._text("data_parallel", "data {}"),
+        ]
+        return " x ".join(filter(None, degrees))
+
+    def __str__(self) -> str:
+        return self.describe()
+
+    # --- checks ------------------------------------------------------------------------------------------------------
+
+    def check_closed(self, purpose: str) -> None:
+        """Raises SlipstreamError where something is open. It begins with the `purpose` and names the open fields."""
+        if names := self.open_fields:
+            raise SlipstreamError(
+                f"{purpose}: the plan leaves {' and '.join(names)} open ({self.describe() or 'nothing is decided'}). "
+                f"Decide them by plan.closed({', '.join(f'{name}=...' for name in names)})."
+            )
+
+    def check(self) -> None:
+        """Raises SlipstreamError where a field has a value that isn't allowed, or two of them contradict each other."""
+        for name, allowed in ALLOWED.items():
+            value = self.choice(name)
+            if value is not OPEN and value not in allowed:
+                raise SlipstreamError(f"{name}={value!r} isn't known. Choose one of {', '.join(allowed)}.")
+        for name in _COUNTS:
+            value = getattr(self, name)
+            if value is not OPEN and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise SlipstreamError(f"{name}={value!r}: give a whole number of 1 or more.")
+        if self.offload is not OPEN and not 0 <= self.offload <= 1:
+            raise SlipstreamError(f"offload={self.offload!r}: give the share of slices that is offloaded, 0 to 1.")
+        if self.slices is not OPEN and min(self.slices, default=0) < 1:
+            raise SlipstreamError(f"slices={[*self.slices]}: give the tokens of each slice, at least 1.")
+        self._check_agreement()
+
+    def _check_agreement(self) -> None:
+        """Raises SlipstreamError where two decided fields contradict each other."""
+        implied = self.closed()
+        for name in ("placement", "pipeline_parallel", "num_microbatches", "num_slices", "vocabulary"):
+            mine, other = getattr(self, name), getattr(implied, name)
+            if mine is not OPEN and mine != other:
+                source = "slices" if name == "num_slices" and self.slices is not OPEN else "schedule"
+                raise SlipstreamError(f"{name}={_plain(mine)}, but {source} has {_plain(other)}. Make them equal.")
+        num_slices = self.schedule.num_slices if isinstance(self.schedule, Schedule) else self.num_slices
+        if OPEN not in (self.slices, num_slices) and len(self.slices) != num_slices:
+            raise SlipstreamError(
+                f"slices={[*self.slices]} are {len(self.slices)}, but schedule has {num_slices}. Make them equal."
+            )
+        if OPEN not in (self.partition, placement := implied.placement) and len(self.partition) != len(placement):
+            raise SlipstreamError(
+                f"partition={[*self.partition]} has {plural(len(self.partition), 'stage')}, but placement="
+                f"{[*placement]} has {len(placement)}. Make them equal."
+            )
+
+    # --- the settings of a training ----------------------------------------------------------------------------------
+
+    def dump(self, order: str | None = None) -> dict[str, dict[str, Any]]:
+        """Returns the plan as the sections `pipeline`, `memory` and `parallel` of a training configuration, without
+        what is open.
+
+        Args:
+            order: the name of the file with an order that was found. None: the order's text stands in its place.
+        """
+        found = isinstance(self.schedule, Schedule)
+        pipeline = {
+            "num_ranks": self.pipeline_parallel,
+            "stages_per_rank": OPEN if found else self.stages_per_rank,  # an order has its own
+            "schedule": (order or str(self.schedule)) if found else self.schedule,
+            "num_microbatches": self.num_microbatches,
+            "slices": self.num_slices if self.slices is OPEN else [int(length) for length in self.slices],
+            "partition": OPEN if self.partition is OPEN else [*map(_whole, self.partition)],
+            "vocabulary": self.vocabulary,
+        }
+        memory = {"recompute": self.recompute, "offload": OPEN if self.offload is OPEN else float(self.offload)}
+        degrees = {way.degree: getattr(self, way.choice) for way in SHARED_WORK}
+        shares = self.context_parallel is not OPEN and self.context_parallel > 1
+        parallel = {
+            "data": self.data_parallel,
+            **{name: degree for name, degree in degrees.items() if degree != 1 or name == "tensor"},
+            "context_exchange": self.context_exchange if shares else OPEN,
+            "shard": self.shard,
+        }
+        sections = {"pipeline": pipeline, "memory": memory, "parallel": parallel}
+        return {
+            name: {setting: value for setting, value in section.items() if value is not OPEN}
+            for name, section in sections.items()
+        }
+
+    @classmethod
+    def load(cls, settings: Mapping[str, Any], order: Schedule | None = None) -> Plan:
+        """Returns the plan in the settings of a training configuration. What they leave out, or leave to "auto", is
+        open.
+
+        Args:
+            settings: the configuration's sections as nested dictionaries, as `dump` returns them, or a whole file's.
+            order: the order in the file that `pipeline.schedule` names.
+
+        Raises:
+            SlipstreamError: for values that aren't allowed or contradict each other, and for an order's file without
+                `order`.
+        """
+        pipeline, memory, parallel, training = (
+            settings.get(name) or {} for name in ("pipeline", "memory", "parallel", "training")
+        )
+        slices = _given(pipeline, "slices")
+        values = {
+            "pipeline_parallel": _given(pipeline, "num_ranks"),
+            "stages_per_rank": _given(pipeline, "stages_per_rank"),
+            "schedule": _schedule_of(_given(pipeline, "schedule"), order),
+            "num_microbatches": _given(pipeline, "num_microbatches"),
+            "num_slices": slices if isinstance(slices, int) else OPEN,
+            "slices": tuple(slices) if isinstance(slices, Sequence) else OPEN,
+            "partition": OPEN if (cut := _given(pipeline, "partition")) is OPEN else tuple(map(float, cut)),
+            "vocabulary": _given(pipeline, "vocabulary"),
+            "recompute": _given(memory, "recompute"),
+            "offload": OPEN if (share := _given(memory, "offload")) is OPEN else float(share),
+            "data_parallel": _given(parallel, "data"),
+            **{way.choice: _given(parallel, way.degree) for way in SHARED_WORK},
+            "context_exchange": _given(parallel, "context_exchange"),
+            "shard": _given(parallel, "shard"),
+        }
+        if parallel:  # which leaves out degrees of 1
+            values |= {way.choice: 1 for way in SHARED_WORK if values[way.choice] is OPEN}
+            if values["context_parallel"] == 1:
+                values["context_exchange"] = "heads"
+        if isinstance(values["schedule"], Schedule):
+            values["stages_per_rank"] = OPEN
+        microbatches, rows = values["num_microbatches"], training.get("batch_size")
+        if rows is not None and OPEN not in (microbatches, replicas := values["data_parallel"]):
+            values["microbatch_size"] = -(-rows // (replicas * microbatches))
+        plan = cls(**values)
+        plan.check()
+        return plan.closed()
+
+
+FIELDS = tuple(field.name for field in fields(Plan))
+"""The names of everything that a plan decides."""
+CHOICES = FIELDS[: FIELDS.index("vocabulary") + 1]
+"""The names of what a search combines; the other fields follow."""
+MESH = (
+    *(way.choice for way in SHARED_WORK),
+    "context_exchange",
+    "pipeline_parallel",
+    "data_parallel",
+    "microbatch_size",
+)
+"""The names of what a mesh decides."""
+ONE_DEVICE = Plan(
+    tensor_parallel=1,
+    pipeline_parallel=1,
+    data_parallel=1,
+    stages_per_rank=1,
+    schedule="1f1b",
+    microbatch_size=1,
+    num_slices=1,
+    recompute="none",
+    offload=0.0,
+    shard="none",
+    slicing="equal-time",
+    context_parallel=1,
+    expert_parallel=1,
+    context_exchange="heads",
+    vocabulary="whole",
+)
+"""The choices of a device by itself, which saves no memory: others begin with these."""
+_COUNTS = (
+    *(name for name in MESH if name != "context_exchange"),
+    "stages_per_rank",
+    "num_slices",
+    "num_microbatches",
+)
+_IMPLIED_BY = {"num_slices": "slices", "slicing": "slices", "stages_per_rank": "placement"}
+
+
+@lru_cache(maxsize=4096)
+def placement_of(schedule: str, pipeline: int, stages_per_rank: int) -> tuple[int, ...]:
+    """Returns the rank of each stage in a named schedule."""
+    return make_schedule(schedule, pipeline, 1, 1, stages_per_rank).placement
+
+
+def _given(section: Mapping[str, Any], setting: str) -> Any:
+    """Returns a setting; OPEN where it is left out or to "auto"."""
+    value = section.get(setting)
+    return OPEN if value is None or (isinstance(value, str) and value in AUTOMATIC) else value
+
+
+def _schedule_of(value: Any, order: Schedule | None) -> Any:
+    """Returns a named schedule, or the order that a text or a file has."""
+    if not isinstance(value, str) or value in SCHEDULES:
+        return value
+    if "\n" in value:
+        return Schedule.parse(value)
+    if order is None:
+        raise SlipstreamError(
+            f"pipeline.schedule={value}: the order in that file isn't given. Pass it as order=Schedule.parse(text), or "
+            f"choose one of {', '.join(SCHEDULES)}."
+        )
+    return order
+
+
+def _whole(layers: float) -> float:
+    """Returns a number of layers as it is written, a whole one without a fraction."""
+    return int(layers) if layers == int(layers) else float(layers)
+
+
+def _plain(value: Any) -> str:
+    return numbers_text(value, " ") if isinstance(value, tuple) else str(value)

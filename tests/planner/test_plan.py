@@ -1,0 +1,127 @@
+"""A plan is one value of everything that is decided: what is open, what follows, what contradicts, what is written."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+
+from slipstream.errors import SlipstreamError
+from slipstream.planner.plan import CHOICES, FIELDS, MESH, ONE_DEVICE, OPEN, Plan
+from slipstream.planner.search import Batch, PlanOptions, evaluate
+from slipstream.planner.search.plan_space import PlanSpace
+from slipstream.schedule import make_schedule, spread_vocabulary
+from support.small_clusters import SEQ_LEN, source
+
+NAMED = replace(
+    ONE_DEVICE,
+    tensor_parallel=2,
+    pipeline_parallel=2,
+    data_parallel=3,
+    stages_per_rank=2,
+    schedule="interleaved-1f1b",
+    recompute="full",
+    shard="optimizer",
+    num_microbatches=4,
+).closed(partition=(2, 1.5, 1.5, 1), slices=(300, 212))
+ORDER = make_schedule("zb-v", 2, 4, 2, 2)
+FOUND = Plan(schedule=ORDER, data_parallel=1, recompute="stage", offload=0.5).closed(
+    slices=(9, 7), partition=(1, 2, 2, 1)
+)
+
+
+def test_every_choice_of_a_search_is_a_field() -> None:
+    names = [field.name for field in fields(PlanOptions)]
+    assert tuple(name for name in names if name in FIELDS) == CHOICES
+    assert {*MESH} < {*CHOICES}
+
+
+def test_what_is_open_is_one_object_wherever_it_goes() -> None:
+    assert Plan().schedule is OPEN
+    assert pickle.loads(pickle.dumps(Plan())).schedule is OPEN
+    assert copy.deepcopy(Plan()) == Plan()
+    assert repr(OPEN) == "OPEN"
+
+
+def test_what_follows_from_what_is_decided() -> None:
+    """An order says its ranks, its placement and its microbatches, a name its placement, slices their number."""
+    assert (NAMED.placement, NAMED.num_slices) == ((0, 1, 0, 1), 2)
+    assert NAMED.open_fields == ()
+    assert (FOUND.placement, FOUND.stages_per_rank, FOUND.pipeline_parallel) == ((0, 1, 1, 0), 2, 2)
+    assert (FOUND.num_microbatches, FOUND.num_slices, FOUND.vocabulary) == (4, 2, "whole")
+    assert (FOUND.schedule_name, NAMED.schedule_name) == ("auto", "interleaved-1f1b")
+    spread = spread_vocabulary(make_schedule("1f1b", 2, 2, 1), lambda action: 1.0, lambda action: 0.0, embedding=False)
+    assert Plan(schedule=spread).closed().vocabulary == "spread"
+    assert NAMED.mesh.open_fields == tuple(name for name in FIELDS if name not in MESH)
+    assert (NAMED.num_devices, NAMED.optimizer_shards) == (12, 3)
+
+
+def test_differences_are_named() -> None:
+    assert NAMED.differences(replace(NAMED, shard="none", slices=(212, 300))) == ["shard", "slices"]
+    again = replace(FOUND, schedule=make_schedule("zb-v", 2, 4, 2, 2))
+    assert (again, hash(again)) == (FOUND, hash(FOUND))
+    assert len({FOUND, again, NAMED, Plan()}) == 3
+
+
+def test_a_plan_is_described_on_one_line() -> None:
+    assert NAMED.describe() == str(NAMED)
+    assert NAMED.describe() == (
+        "tensor 2 x pipeline 2 x data 3, schedule interleaved-1f1b, 2 stages per rank, 2 slices, 1 sequence per "
+        "microbatch, recompute full, optimizer state sharded"
+    )
+    shared = replace(ONE_DEVICE, context_parallel=2, context_exchange="keys", expert_parallel=2, slicing="exact")
+    assert shared.describe() == (
+        "tensor 1 x context 2 by keys x pipeline 1 x data 1, experts over 2 ranks, schedule 1f1b, 1 stage per rank, "
+        "1 exact slice, 1 sequence per microbatch"
+    )
+    assert Plan(pipeline_parallel=4, offload=0.5).describe() == "pipeline 4, 50% offloaded"
+    assert Plan().describe() == ""
+
+
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [
+        (replace(NAMED, schedule="1f1c"), "schedule='1f1c' isn't known. Choose one of gpipe, "),
+        (replace(NAMED, recompute="all"), "recompute='all' isn't known. Choose one of none, "),
+        (replace(NAMED, data_parallel=0), "data_parallel=0: give a whole number of 1 or more."),
+        (replace(NAMED, offload=2.0), "offload=2.0: give the share of slices that is offloaded, 0 to 1."),
+        (replace(NAMED, slices=(512, 0)), r"slices=\[512, 0\]: give the tokens of each slice, at least 1."),
+        (replace(NAMED, num_slices=3), "num_slices=3, but slices has 2. Make them equal."),
+        (replace(NAMED, placement=(0, 1, 1, 0)), "placement=0 1 1 0, but schedule has 0 1 0 1. Make them equal."),
+        (replace(NAMED, partition=(3, 3)), r"partition=\[3, 3\] has 2 stages, but placement=\[0, 1, 0, 1\] has 4."),
+        (replace(FOUND, pipeline_parallel=3), "pipeline_parallel=3, but schedule has 2. Make them equal."),
+        (replace(FOUND, num_microbatches=5), "num_microbatches=5, but schedule has 4. Make them equal."),
+        (replace(FOUND, vocabulary="spread"), "vocabulary=spread, but schedule has whole. Make them equal."),
+        (replace(FOUND, slices=(16,), num_slices=1), r"slices=\[16\] are 1, but schedule has 2. Make them equal."),
+    ],
+)
+def test_what_contradicts_itself_is_refused(plan: Plan, said: str) -> None:
+    NAMED.check()
+    FOUND.check()
+    with pytest.raises(SlipstreamError, match=said):
+        plan.check()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"partition": OPEN, "recompute": OPEN},
+            r"leaves recompute and partition open \(tensor 2 x .*recompute=\.\.\.",
+        ),
+        ({"num_slices": OPEN, "slices": OPEN}, "leaves num_slices and slices open"),
+        ({"slices": (300, 213)}, r"slices=\[300, 213\] have 513 tokens, but seq_len=512"),
+        ({"num_microbatches": 5}, "global_batch=12, but data_parallel=3 times num_microbatches=5 times"),
+        ({"shard": "optimiser"}, "shard='optimiser' isn't known"),
+    ],
+)
+def test_nothing_is_evaluated_that_is_open_or_for_another_batch(changes: dict[str, Any], said: str) -> None:
+    space = PlanSpace(source(), SEQ_LEN, 12, PlanOptions())
+    costs = space.costs(NAMED.degrees, 1)
+    batch = Batch(512, 12)
+    assert evaluate(NAMED, costs, batch, space.source.state).seconds > 0
+    with pytest.raises(SlipstreamError, match=said):
+        evaluate(replace(NAMED, **changes), costs, batch, space.source.state)
