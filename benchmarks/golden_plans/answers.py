@@ -21,14 +21,13 @@ from slipstream.model import ALL_WEIGHTS, Adapter, TrainedWeights, find_frozen
 from slipstream.model.loading import meta_model
 from slipstream.pipeline.planning import plan_before_training
 from slipstream.planner.joint import (
-    Given,
     JointPlan,
     JointProblem,
     find_joint_plan,
     find_vocabulary_plan,
     granularity_for,
 )
-from slipstream.planner.plan import CHOICES
+from slipstream.planner.plan import CHOICES, OPEN, Plan
 from slipstream.planner.plan_report import Prediction
 from slipstream.planner.ragged import StageRates, StepMemory, StepPlan, StepProblem, find_plan_within, fit_rates
 from slipstream.planner.ragged.step_search import find_step_plan
@@ -162,7 +161,7 @@ def _start(request: Request) -> Answer:
     rates = asked.fit_rates(costs, profile.longest_slice, plan.partition, "none")
     of_rates = {op.value: seconds.tolist() for op, seconds in rates.rates.items()}
     tail = plan_before_training.seconds_after(plan, 2, 2)
-    peaks = plan_before_training._most_bytes(costs, asked, plan.partition, plan.slices, plan.schedule, plan.recompute)
+    peaks = plan_before_training._most_bytes(costs, asked, plan.plan)
     return _of_joint(plan) | {"tail": tail, "peaks": [*map(float, peaks)], "rates": of_rates}
 
 
@@ -238,7 +237,7 @@ def _activation_peaks(rates: StageRates, plan: StepPlan) -> Sequence[float]:
 
 def _rows(request: Request) -> Answer:
     rates, placement = _rates(request), tuple(request["placement"])
-    slices = None if request["slices"] is None else (request["length"] // request["slices"],) * request["slices"]
+    slices = OPEN if request["slices"] is None else (request["length"] // request["slices"],) * request["slices"]
     problem = JointProblem(
         costs=rates,
         seq_len=request["length"],
@@ -247,8 +246,8 @@ def _rows(request: Request) -> Answer:
         granularity=granularity_for(request["length"]),
         split=request["splits"],
         effort=_EFFORT_OF_ROWS,
-        given=Given(
-            schedule=None if request["reorders"] else request["schedule"],
+        given=Plan(
+            schedule=OPEN if request["reorders"] else request["schedule"],
             placement=placement,
             partition=partition_of(range(len(placement) + 1), 1),
             slices=slices,
@@ -260,10 +259,9 @@ def _rows(request: Request) -> Answer:
         room = request["room"] * np.bincount(placement, held)
         besides = 1e6 + room.max() - room
 
-        def account(
-            partition: Sequence[float], slices: tuple[int, ...], schedule: Schedule, recompute: str
-        ) -> list[float]:
-            return [*map(float, besides + activation_peaks(schedule, rates.on_slices(slices)))]
+        def account(plan: Plan) -> list[float]:
+            assert isinstance(plan.schedule, Schedule)
+            return [*map(float, besides + activation_peaks(plan.schedule, rates.on_slices(plan.slices)))]
 
         problem = replace(problem, memory_limit=(1 + _ROUNDING_OF_BYTES) * (1e6 + room.max()), account=account)
     plan = find_joint_plan(problem)

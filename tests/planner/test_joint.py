@@ -23,10 +23,11 @@ from slipstream.planner.joint import JointPlan, JointProblem, OutOfMemoryError, 
 from slipstream.planner.joint.finalists import FinalistSearch
 from slipstream.planner.joint.joint_search import placements
 from slipstream.planner.joint.placement_search import PlacementSearch, QuickOrder
-from slipstream.planner.joint.problem import NOTHING_GIVEN, Given, MemoryAccount
+from slipstream.planner.joint.problem import MemoryAccount
 from slipstream.planner.joint.vocabulary_search import find_spread_plan, spread_costs
 from slipstream.planner.order.makespan_bounds import rank_bounds
 from slipstream.planner.order.order_search import find_order
+from slipstream.planner.plan import OPEN, Plan
 from slipstream.schedule import Action, Op, Schedule, one_f_one_b, validate
 from slipstream.simulator import result_seconds, simulate
 from support.examples import examples
@@ -179,13 +180,14 @@ def test_a_memory_limit_is_kept_and_forwards_run_again_where_nothing_else_fits()
 def account(task: JointProblem, more: float) -> MemoryAccount:
     """Counts what the search does, and some bytes more for each stage and slice of a rank, as messages take."""
 
-    def peaks(partition: tuple[float, ...], slices: tuple[int, ...], schedule: Schedule, again: str) -> list[float]:
-        units = task.units(slices, again)
-        bounds = bounds_of(task, partition)
-        ranks = schedule.placement
-        held = simulate(schedule, units.table(bounds)).peak_memory + np.bincount(ranks, np.diff(bounds) * 1000.0)
+    def peaks(plan: Plan) -> list[float]:
+        units = task.units(plan.slices, plan.recompute)
+        bounds = bounds_of(task, plan.partition)
+        assert isinstance(plan.schedule, Schedule)
+        ranks = plan.schedule.placement
+        held = simulate(plan.schedule, units.table(bounds)).peak_memory + np.bincount(ranks, np.diff(bounds) * 1000.0)
         computed = [max(units.computed_again(bounds)[np.array(ranks) == rank]) for rank in range(task.num_ranks)]
-        total: Floats = held + computed + more * len(slices) * np.bincount(ranks)
+        total: Floats = held + computed + more * len(plan.slices) * np.bincount(ranks)
         return [float(each) for each in total]
 
     return peaks
@@ -197,10 +199,10 @@ def test_the_account_decides_what_fits(share: float) -> None:
     """It holds more than the search knows of; backwards are split under a limit, too."""
     task, free = problem(num_microbatches=4), found_of_four()
     counted = account(task, 700.0)
-    limit = share * max(counted(free.partition, free.slices, free.schedule, "none"))
+    limit = share * max(counted(free.plan))
     plan = find_joint_plan(replace(task, memory_limit=limit, account=counted))
     for each in (plan, *plan.rejected):
-        assert max(counted(each.partition, each.slices, each.schedule, each.recompute)) <= limit
+        assert max(counted(each.plan)) <= limit
     assert plan.seconds >= free.bound
     assert Op.W in plan.schedule.ops
 
@@ -214,7 +216,7 @@ def test_what_would_fit_is_said_where_nothing_does() -> None:
         find_joint_plan(problem(memory_limit=3000, account=counted))
     least = int(re.findall(r"Give memory.limit=(\d+)", str(why.value))[0])
     plan = find_joint_plan(problem(memory_limit=least, account=counted))
-    assert max(counted(plan.partition, plan.slices, plan.schedule, plan.recompute)) <= least
+    assert max(counted(plan.plan)) <= least
 
 
 def peaks(task: JointProblem, plan: JointPlan) -> list[float]:
@@ -436,13 +438,15 @@ def test_one_more_microbatch_is_in_flight_where_memory_allows_it() -> None:
     task = problem(num_ranks=4, costs=HEAVY, num_microbatches=8, most_slices=1, effort=1e5)
     free = find_spread_plan(task)
 
-    def account(partition: tuple[float, ...], slices: tuple[int, ...], schedule: Schedule, again: bool) -> list[float]:
-        changes = [[(action.op is Op.F) - (action.op in (Op.B, Op.I)) for action in row] for row in schedule.actions]
+    def account(plan: Plan) -> list[float]:
+        assert isinstance(plan.schedule, Schedule)
+        rows = plan.schedule.actions
+        changes = [[(action.op is Op.F) - (action.op in (Op.B, Op.I)) for action in row] for row in rows]
         return [float(np.cumsum(row).max()) for row in changes]
 
-    most = max(account(free.partition, free.slices, free.schedule, False))
+    most = max(account(free.plan))
     limited = find_spread_plan(replace(task, memory_limit=most - 1, account=account))
-    assert max(account(limited.partition, limited.slices, limited.schedule, False)) < most
+    assert max(account(limited.plan)) < most
     assert free.seconds < limited.seconds
 
 
@@ -463,35 +467,34 @@ GIVEN_CHOICES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", GIVEN_CHOICES)
 def test_what_is_given_is_kept_and_the_rest_is_searched_for(name: str) -> None:
-    given = Given(**GIVEN_CHOICES[name])
+    given = Plan(**GIVEN_CHOICES[name])
     asked = problem(num_microbatches=2, given=given, effort=3e5)
     plan = find_joint_plan(asked)
     validate(plan.schedule)
     placement = plan.schedule.placement
-    assert given.slices in (None, plan.slices)
-    assert given.partition in (None, plan.partition)
-    assert given.placement in (None, placement)
-    assert given.stages_per_rank in (None, max(map(placement.count, placement)))
-    assert plan.recompute == (given.recompute or "none")
-    if given.schedule is not None:
+    assert given.slices in (OPEN, plan.slices)
+    assert given.partition in (OPEN, plan.partition)
+    assert given.placement in (OPEN, placement)
+    assert given.stages_per_rank in (OPEN, max(map(placement.count, placement)))
+    assert plan.recompute == ("none" if given.recompute is OPEN else given.recompute)
+    if given.schedule is not OPEN:
         assert plan.schedule == asked.order(placement, len(plan.slices))
     bounds = unit_bounds(plan.partition, 4, 2)
     cost = asked.units(plan.slices, plan.recompute).table(bounds)
     assert plan.seconds == pytest.approx(simulate(plan.schedule, cost).makespan, rel=1e-9)
-    free = find_joint_plan(replace(asked, given=NOTHING_GIVEN, effort=3e6))
+    free = find_joint_plan(replace(asked, given=Plan(), effort=3e6))
     assert free.seconds <= plan.seconds * (1 + 1e-9)
 
 
 def test_a_limit_is_kept_with_a_given_order_too() -> None:
-    given = Given(schedule="gpipe")
+    given = Plan(schedule="gpipe")
     asked = problem(num_microbatches=2, given=given, effort=3e5)
     plan = find_joint_plan(asked)
 
-    def held(partition: Sequence[float], slices: tuple[int, ...], schedule: Schedule, recompute: str) -> list[float]:
-        layers = max(partition)
-        return [layers * sum(slices) * (1 if recompute == "none" else 0.1)] * 2
+    def held(plan: Plan) -> list[float]:
+        return [max(plan.partition) * sum(plan.slices) * (1 if plan.recompute == "none" else 0.1)] * 2
 
-    limit = 0.5 * max(held(plan.partition, plan.slices, plan.schedule, "none"))
+    limit = 0.5 * max(held(plan.plan))
     within = find_joint_plan(replace(asked, memory_limit=limit, account=held))
     assert within.recompute != "none"
     assert within.schedule.name == plan.schedule.name
@@ -500,6 +503,6 @@ def test_a_limit_is_kept_with_a_given_order_too() -> None:
 
 
 def test_stages_that_no_placement_has_are_refused() -> None:
-    asked = problem(given=Given(schedule="1f1b", partition=(1, 1, 2)))
+    asked = problem(given=Plan(schedule="1f1b", partition=(1, 1, 2)))
     with pytest.raises(SlipstreamError, match="no placement on 2 ranks has as many stages"):
         find_joint_plan(asked)

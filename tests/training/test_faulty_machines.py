@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from slipstream.extras.run_page import write_run_page
 from slipstream.planner.joint import JointPlan
+from slipstream.planner.plan import Plan
 from slipstream.schedule import make_schedule
 from slipstream.train.config.config_values import parse_config
 from slipstream.train.corruption import find_differences, fingerprint, lone_places
@@ -167,7 +168,8 @@ def test_a_cut_is_named_only_where_it_saves_time(tmp_path: Path, slowness: float
     files = {"data.files": ["text.txt"], "training.output": str(tmp_path), "training.seq_len": 128}
     config = parse_config(with_settings(tiny_training(1, 0, **LARGE), {"pipeline": {}} | files))
     assert cut_advice(config, None, 1, 1, slowness) == []  # no plan, no costs
-    plan = JointPlan(schedule, (6, 6), slices, seconds=1.0, bound=1.0, ideal=1.0, costs=PlainCosts())
+    decided = Plan().closed(schedule=schedule, partition=(6, 6), slices=slices)
+    plan = JointPlan(decided, seconds=1.0, bound=1.0, ideal=1.0, costs=PlainCosts())
     (line,) = cut_advice(config, plan, 1, 1, slowness)
     assert line.startswith(f"rank 1 computes {slowness:.2g} times as slowly: ")
     assert line.endswith(end)

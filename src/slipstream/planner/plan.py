@@ -130,6 +130,10 @@ class Plan:
             if getattr(self, name) is OPEN and getattr(self, _IMPLIED_BY.get(name, name)) is OPEN
         )
 
+    def is_open(self, name: str) -> bool:
+        """Returns whether a field isn't decided."""
+        return getattr(self, name) is OPEN
+
     def only(self, names: Sequence[str]) -> Plan:
         """Returns the plan with all fields open but these."""
         return Plan(**{name: getattr(self, name) for name in names})
@@ -375,6 +379,8 @@ MESH = (
     "microbatch_size",
 )
 """The names of what a mesh decides."""
+NOTHING_DECIDED = Plan()
+"""The plan of which all is open."""
 ONE_DEVICE = Plan(
     tensor_parallel=1,
     pipeline_parallel=1,

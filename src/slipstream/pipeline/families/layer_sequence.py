@@ -137,7 +137,7 @@ class SequenceFamily(ModelFamily):
             exact = None if plan.exact is None else of_layers(plan.exact)
             rejected = tuple(map(of_layers, plan.rejected))
             partition = costs.layers_of(plan.partition)
-            return replace(plan, partition=partition, exact=exact, rejected=rejected, costs=costs)
+            return replace(plan.cut_as(partition), exact=exact, rejected=rejected, costs=costs)
 
         found: JointPlan = self._ranks.run_on_leader(lambda: of_layers(find_joint_plan(problem)))
         return found, None

@@ -17,7 +17,6 @@ from slipstream.errors import SlipstreamError
 from slipstream.parallel import Ranks
 from slipstream.pipeline.pipeline_options import PipelineOptions
 from slipstream.planner.joint import (
-    Given,
     JointPlan,
     JointProblem,
     OutOfMemoryError,
@@ -25,6 +24,7 @@ from slipstream.planner.joint import (
     find_joint_plan,
     granularity_for,
 )
+from slipstream.planner.plan import OPEN, Plan
 from slipstream.planner.ragged import StageRates, fit_rates
 from slipstream.schedule import (
     AUTOMATIC,
@@ -182,7 +182,7 @@ class CountedPlans:
         length, num_rows = self._rows
         plan: JointPlan = self._ranks.run_on_leader(lambda: self._found(length, num_rows, self._given(length)))
         self._plan = plan
-        return plan if self._units is None else replace(plan, partition=self._units.layers_of(plan.partition))
+        return plan if self._units is None else plan.cut_as(self._units.layers_of(plan.partition))
 
     def begin(self, settings: StepSettings) -> None:
         """Lets steps run as planned, where it is known how long rows are."""
@@ -235,10 +235,10 @@ class CountedPlans:
         assert self._plan is not None
         plan = self._plan
         if self._units is not None:
-            plan = replace(plan, partition=self._units.layers_of(plan.partition))
+            plan = plan.cut_as(self._units.layers_of(plan.partition))
         return counted_text(plan, self._rows[0], not self._knows_length)
 
-    def _given(self, length: int) -> Given:
+    def _given(self, length: int) -> Plan:
         options = self._options
         assert not isinstance(options.slices, str)  # which is measured
         slices = None if options.slices is None else tuple(slice_lengths(options.slices, length))
@@ -251,42 +251,42 @@ class CountedPlans:
         if stages is None and partition is not None:
             stages = len(partition) // self._num_ranks
         may_recompute = setting == "none" and options.memory.limit is not None
-        return Given(
-            schedule=options.schedule,
-            stages_per_rank=stages,
-            partition=partition,
-            slices=slices,
-            recompute=None if may_recompute else str(recompute),
-            whole_rounds=True,
+        return Plan(
+            schedule=OPEN if options.schedule is None else options.schedule,
+            stages_per_rank=OPEN if stages is None else stages,
+            partition=OPEN if partition is None else partition,
+            slices=OPEN if slices is None else slices,
+            recompute=OPEN if may_recompute else str(recompute),
         )
 
-    def _found(self, length: int, num_rows: int, given: Given) -> JointPlan:
+    def _found(self, length: int, num_rows: int, given: Plan) -> JointPlan:
         """Returns the best plan within the memory limit, or else within a little more than the usual plan holds."""
         problem = self._problem(length, num_rows)
         self._check_layers(problem, given)
-        problem = replace(problem, effort=min(_MOST_EFFORT, _EFFORT * self._num_ranks * problem.num_microbatches))
+        effort = min(_MOST_EFFORT, _EFFORT * self._num_ranks * problem.num_microbatches)
+        problem = replace(problem, effort=effort, whole_rounds=True)
         usually = _usual(problem, given)
-        if given.slices is None:
+        if given.is_open("slices"):
             problem = _with_coarse_cuts(problem)
-        if problem.memory_limit is not None or problem.account is None or given.schedule is not None:
+        if problem.memory_limit is not None or problem.account is None or not given.is_open("schedule"):
             return self._best(problem, given)
         usual = find_joint_plan(usually)
-        held = max(problem.account(usual.partition, usual.slices, usual.schedule, usual.recompute))
+        held = max(problem.account(usual.plan))
         try:
             best = self._best(replace(problem, memory_limit=_MORE_MEMORY * held), given)
         except OutOfMemoryError:
             best = None
-        is_allowed = given.placement is None and given.partition is None and given.stages_per_rank in (None, 1)
+        is_allowed = given.is_open("placement") and given.is_open("partition") and given.stages_per_rank in (OPEN, 1)
         if is_allowed and (best is None or usual.seconds <= best.seconds):
             return usual
         return best or self._best(problem, given)
 
-    def _check_layers(self, problem: JointProblem, given: Given) -> None:
+    def _check_layers(self, problem: JointProblem, given: Plan) -> None:
         """Raises SlipstreamError where there are more ranks than layers, or a given cut can't be; the usual layout then
         says what to type."""
         num_layers, cut = problem.costs.num_layers, given.partition
-        if cut is None:
-            num_stages = self._num_ranks * (given.stages_per_rank or 1)
+        if cut is OPEN:
+            num_stages = self._num_ranks * (1 if given.is_open("stages_per_rank") else given.stages_per_rank)
             if num_stages > (num_layers if self._units is None else self._units.num_units):
                 raise SlipstreamError(f"{num_stages} stages for {num_layers} layers.")
             return
@@ -295,7 +295,7 @@ class CountedPlans:
         if not is_possible or sum(cut) != num_layers or len(cut) % self._num_ranks:
             raise SlipstreamError(f"partition={[*cut]} doesn't fit the model or the ranks.")
 
-    def _best(self, problem: JointProblem, given: Given) -> JointPlan:
+    def _best(self, problem: JointProblem, given: Plan) -> JointPlan:
         most = _MANY * self._num_ranks
         # What microbatches hold isn't known of a sequence of layers: named orders don't hold all of them.
         if problem.num_microbatches <= most and problem.account is not None:
@@ -311,9 +311,9 @@ class CountedPlans:
         return find_joint_plan(replace(problem, given=whole))
 
 
-def _named_plans(problem: JointProblem, given: Given) -> Iterator[tuple[float, str, JointPlan]]:
+def _named_plans(problem: JointProblem, given: Plan) -> Iterator[tuple[float, str, JointPlan]]:
     """Yields the best plan of each order that has a name and the stages that are given, or of the given order."""
-    names = _NAMED if given.schedule is None else (given.schedule,)
+    names = _NAMED if given.is_open("schedule") else (given.schedule,)
     found = False
     for name in names:
         if found and name == _NAMED[-1]:
@@ -324,23 +324,25 @@ def _named_plans(problem: JointProblem, given: Given) -> Iterator[tuple[float, s
             yield plan.seconds, str(name), plan
 
 
-def _placed(problem: JointProblem, given: Given) -> Given:
+def _placed(problem: JointProblem, given: Plan) -> Plan:
     """Returns what is given with the number of stages in place of the placement, by which an order's name is looked
     up: a placement that isn't the name's is refused."""
-    if given.placement is None:
+    if given.is_open("placement"):
         return given
     stages = len(given.placement) // problem.num_ranks
-    placed = replace(given, placement=None, stages_per_rank=stages)
+    placed = replace(given, placement=OPEN, stages_per_rank=stages)
     order = replace(problem, given=placed).order(given.placement, 1)
     if order is None or order.placement != given.placement:
         raise SlipstreamError(f"the schedule {given.schedule!r} has other stages.")
     return placed
 
 
-def _usual(problem: JointProblem, given: Given) -> JointProblem:
+def _usual(problem: JointProblem, given: Plan) -> JointProblem:
     """Returns the problem in which all but the cut is as usual."""
-    slices = given.slices or tuple(slice_lengths(min(USUAL_SLICES, problem.slice_counts[-1]), problem.seq_len))
-    return replace(problem, given=Given(schedule=USUAL_SCHEDULE, slices=slices, recompute=given.recompute))
+    slices = given.slices
+    if slices is OPEN:
+        slices = tuple(slice_lengths(min(USUAL_SLICES, problem.slice_counts[-1]), problem.seq_len))
+    return replace(problem, given=Plan(schedule=USUAL_SCHEDULE, slices=slices, recompute=given.recompute))
 
 
 def _with_coarse_cuts(problem: JointProblem) -> JointProblem:

@@ -16,6 +16,7 @@ from slipstream.parallel import Ranks
 from slipstream.pipeline.planning.observed_steps import ObservedSteps
 from slipstream.pipeline.planning.step_settings import StepSettings
 from slipstream.planner.joint import JointPlan, JointProblem, OutOfMemoryError, find_joint_plan
+from slipstream.planner.plan import Plan
 from slipstream.planner.ragged import StageRates
 from slipstream.planner.room import Room
 from slipstream.schedule import Schedule
@@ -174,13 +175,7 @@ def _microbatch_bytes(rates: StageRates, length: int, placement: Sequence[int]) 
     return of_ranks
 
 
-def _peaks(
-    rates: StageRates,
-    besides: Floats,
-    partition: Sequence[float],
-    slices: tuple[int, ...],
-    schedule: Schedule,
-    recompute: str,
-) -> list[float]:
+def _peaks(rates: StageRates, besides: Floats, plan: Plan) -> list[float]:
     """Returns the most bytes that each rank holds, with these besides activations."""
-    return [*map(float, besides + activation_peaks(schedule, rates.on_slices(slices)))]
+    assert isinstance(plan.schedule, Schedule)
+    return [*map(float, besides + activation_peaks(plan.schedule, rates.on_slices(plan.slices)))]

@@ -42,6 +42,7 @@ from slipstream.planner.joint import (
     find_vocabulary_plan,
     granularity_for,
 )
+from slipstream.planner.plan import Plan
 from slipstream.planner.ragged import StageRates, fit_rates
 from slipstream.profile import ProfileSettings, count_model, find_costs
 from slipstream.profile.cost_cache import CostCache
@@ -270,7 +271,7 @@ def profile_of(plan: JointPlan) -> Profile:
 def held_bytes(plan: JointPlan, request: StartRequest) -> float:
     """Returns the most bytes that a rank holds with a plan that was made here."""
     assert plan.costs is not None
-    return max(_most_bytes(plan.costs, request, plan.partition, plan.slices, plan.schedule, plan.recompute))
+    return max(_most_bytes(plan.costs, request, plan.plan))
 
 
 def seconds_after(plan: JointPlan, copies: int, shards: int) -> float:
@@ -284,20 +285,15 @@ def seconds_after(plan: JointPlan, copies: int, shards: int) -> float:
     return max(seconds)
 
 
-def _most_bytes(
-    costs: Costs,
-    request: StartRequest,
-    partition: Sequence[float],
-    slices: tuple[int, ...],
-    schedule: Schedule,
-    recompute: str,
-) -> list[float]:
+def _most_bytes(costs: Costs, request: StartRequest, plan: Plan) -> list[float]:
     """Returns the most bytes that each rank holds, as they are counted before a step runs."""
-    if recompute in REPLAYED:
+    schedule = plan.schedule
+    assert isinstance(schedule, Schedule)
+    if plan.recompute in REPLAYED:
         schedule = add_recompute(schedule)
-    stages = StageParts.of_partition(partition, costs.num_layers, costs.units_per_layer)
+    stages = StageParts.of_partition(plan.partition, costs.num_layers, costs.units_per_layer)
     account = head_part_memory if schedule.spreads_vocabulary else memory_table
-    table = account(costs, stages, schedule, slices, recompute, request.state)
+    table = account(costs, stages, schedule, plan.slices, plan.recompute, request.state)
     batch = token_bytes(request.num_microbatches * request.microbatch_size * request.seq_len)
     ranks = memory_of(schedule, replace(table, header_bytes=HEADER_BYTES))
     return [(1 + _UNSEEN) * rank.peak + batch for rank in ranks]

@@ -9,7 +9,8 @@ from slipstream.errors import SlipstreamError
 from slipstream.pipeline.cut_batch import even_microbatches
 from slipstream.pipeline.pipeline_options import PipelineOptions
 from slipstream.pipeline.planning.counted_plans import ROW_EFFORT, usual_order
-from slipstream.planner.joint import Given, JointProblem, granularity_for
+from slipstream.planner.joint import JointProblem, granularity_for
+from slipstream.planner.plan import OPEN, Plan
 from slipstream.planner.ragged import StageRates, StepPlan, StepProblem
 from slipstream.schedule import (
     AUTOMATIC,
@@ -102,11 +103,11 @@ class StepSettings:
     def row_problem(self, length: int, rates: StageRates) -> JointProblem:
         """Returns the problem of a plan for rows of `length` tokens on the stages, which stay where they are."""
         schedule = self.schedule
-        given = Given(
-            schedule=None if self.reorders else self._name,
+        given = Plan(
+            schedule=OPEN if self.reorders else self._name,
             placement=schedule.placement,
             partition=partition_of(range(schedule.num_stages + 1), units_per_layer=1),
-            slices=None if self._reslices else tuple(slice_lengths(self.slices, length)),
+            slices=OPEN if self._reslices else tuple(slice_lengths(self.slices, length)),
             recompute="none",  # the rates have it
         )
         return JointProblem(

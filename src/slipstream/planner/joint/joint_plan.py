@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from slipstream.cost import Costs
+from slipstream.planner.plan import Plan
 from slipstream.schedule import Schedule
 from slipstream.units import numbers_text, table_text
 
@@ -14,13 +15,10 @@ class JointPlan:
     """A cut, a placement, slices and an order that were found together.
 
     Args:
-        schedule: the compute actions of a step, on its placement.
-        partition: layers of each stage, in halves where layers can be cut; 0 for an end of the model alone.
-        slices: tokens of each slice.
+        plan: the order, the cut, the slices and the recomputation for which the memory limit asks; all else is open.
         seconds: the simulated step.
         bound: the least that a step can take with this cut, placement and slices, in any order.
         ideal: the least work of this and the rejected plans, or of the fewest slices, divided by the ranks.
-        recompute: the recomputation for which the memory limit asks.
         exact: the plan with the slices that are best for equal stages (`slipstream.slice_tokens`) and the most even cut
             for them, in the same placement. None: it doesn't fit the memory limit.
         rejected: the best that was found with each other placement, best first.
@@ -29,17 +27,43 @@ class JointPlan:
             None: not searched for.
     """
 
-    schedule: Schedule
-    partition: tuple[float, ...]
-    slices: tuple[int, ...]
+    plan: Plan
     seconds: float
     bound: float
     ideal: float
-    recompute: str = "none"
     exact: JointPlan | None = None
     rejected: tuple[JointPlan, ...] = ()
     other_head: JointPlan | None = None
     costs: Costs | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def schedule(self) -> Schedule:
+        """The compute actions of a step, on its placement."""
+        assert isinstance(self.plan.schedule, Schedule)
+        return self.plan.schedule
+
+    @property
+    def partition(self) -> tuple[float, ...]:
+        """The layers of each stage, in halves where layers can be cut; 0 for an end of the model alone."""
+        return self.plan.partition
+
+    @property
+    def slices(self) -> tuple[int, ...]:
+        """The tokens of each slice."""
+        return self.plan.slices
+
+    @property
+    def recompute(self) -> str:
+        """The recomputation for which the memory limit asks."""
+        return self.plan.recompute
+
+    def in_order(self, schedule: Schedule, seconds: float) -> JointPlan:
+        """Returns the plan in another order, which takes so many seconds."""
+        return replace(self, plan=self.plan.closed(schedule=schedule), seconds=seconds)
+
+    def cut_as(self, partition: tuple[float, ...]) -> JointPlan:
+        """Returns the plan with a cut that counts layers otherwise."""
+        return replace(self, plan=self.plan.closed(partition=partition))
 
     @property
     def head(self) -> str:

@@ -43,12 +43,12 @@ def allowed_placements(problem: JointProblem) -> list[tuple[int, ...]]:
         SlipstreamError: where none has as many stages as are given.
     """
     given = problem.given
-    if given.placement is not None:
+    if not given.is_open("placement"):
         return [given.placement]
     if isinstance(given.schedule, Schedule):
         return [given.schedule.placement]
-    rounds = given.stages_per_rank
-    if given.schedule is not None:
+    rounds = None if given.is_open("stages_per_rank") else given.stages_per_rank
+    if not given.is_open("schedule"):
         allowed = SCHEDULES[given.schedule].stages_per_rank
         numbers = [n for n in range(1, _MOST_ROUNDS + 1) if n in allowed] if rounds is None else [rounds]
         choices = [make_schedule(given.schedule, problem.num_ranks, 1, 1, number).placement for number in numbers]
@@ -59,11 +59,11 @@ def allowed_placements(problem: JointProblem) -> list[tuple[int, ...]]:
         for placement in choices
         if len(placement) <= problem.num_units
         and rounds in (None, placement.count(0))
-        and not (given.whole_rounds and len(placement) % problem.num_ranks)
-        and (given.partition is None or len(placement) == len(given.partition))
+        and not (problem.whole_rounds and len(placement) % problem.num_ranks)
+        and (given.is_open("partition") or len(placement) == len(given.partition))
     ]
     if not fitting:
-        partition = "" if given.partition is None else f", partition={[*given.partition]}"
+        partition = "" if given.is_open("partition") else f", partition={[*given.partition]}"
         raise SlipstreamError(
             f"schedule={given.schedule!r}, stages_per_rank={rounds}{partition}: no placement on {problem.num_ranks} "
             f"ranks has as many stages, of a model with {problem.costs.num_layers} layers. Leave one of them out."
@@ -117,7 +117,7 @@ def find_joint_plan(problem: JointProblem, on_progress: Callable[[float], None] 
 
 def _savings(problem: JointProblem) -> tuple[tuple[str, ...], ...]:
     """Returns the recomputations to try, those at once that cost about as much."""
-    if problem.given.recompute is not None:
+    if not problem.given.is_open("recompute"):
         return ((problem.given.recompute,),)
     return _SAVINGS if problem.memory_limit is not None else _SAVINGS[:1]
 

@@ -23,6 +23,7 @@ from slipstream.planner.order.list_scheduling import ListScheduler, PriorityRule
 from slipstream.planner.order.makespan_bounds import rank_bounds
 from slipstream.planner.order.order_search import find_order, hold_less, step_lower_bound
 from slipstream.planner.order.ordering_problem import ROUNDING, OrderingProblem, StepActions, UnitTimes
+from slipstream.planner.plan import Plan
 from slipstream.planner.room import Room
 from slipstream.planner.slicing import equal_time_slices, slice_tokens
 from slipstream.schedule import Op, Schedule
@@ -88,8 +89,12 @@ class PlanMemory:
     def _peaks(self, candidate: Candidate, schedule: Schedule) -> Floats | None:
         if self._problem.account is None:
             return None
-        partition = partition_of(candidate.bounds, self._problem.costs.units_per_layer)
-        return np.array(self._problem.account(partition, candidate.slices, schedule, self._recompute), float)
+        return np.array(self._problem.account(_plan_of(self._problem, candidate, schedule, self._recompute)), float)
+
+
+def _plan_of(problem: JointProblem, candidate: Candidate, schedule: Schedule, recompute: str) -> Plan:
+    partition = partition_of(candidate.bounds, problem.costs.units_per_layer)
+    return Plan(recompute=recompute).closed(schedule=schedule, partition=partition, slices=candidate.slices)
 
 
 _GIVEN = PriorityRule("given", 0.0, 0.0, 0.0)  # the one rule of an order that is given
@@ -195,7 +200,7 @@ class PlacementSearch:
             if is_wanted or not first:
                 first.append(candidate)
             self._simulated(first[-1])
-        most = _STARTS if self.problem.given.partition is None else _STARTS_OF_A_CUT
+        most = _STARTS if self.problem.given.is_open("partition") else _STARTS_OF_A_CUT
         for candidate in sorted(first, key=self._simulated)[:most]:
             if self._is_near(self._simulated(candidate)):
                 self._descend(candidate)
@@ -204,7 +209,7 @@ class PlacementSearch:
     @property
     def _may_have_exact_slices(self) -> bool:
         """Whether neither slices nor their number are given."""
-        return self.problem.given.slices is None and not isinstance(self.problem.given.schedule, Schedule)
+        return self.problem.given.is_open("slices") and not isinstance(self.problem.given.schedule, Schedule)
 
     @property
     def is_promising(self) -> bool:
@@ -225,24 +230,21 @@ class PlacementSearch:
         seconds = self._makespan(candidate, schedule)
         bound = step_lower_bound(*self._counts(candidate), self._table(candidate), split=self.problem.split)
         return JointPlan(
-            schedule=schedule,
-            partition=partition_of(candidate.bounds, self.problem.costs.units_per_layer),
-            slices=candidate.slices,
+            plan=_plan_of(self.problem, candidate, schedule, self.recompute),
             seconds=seconds,
             bound=min(bound, seconds),  # which counts the backwards of frozen stages, if next to nothing
             ideal=self.problem.ideal(self.units(candidate.slices)),
-            recompute=self.recompute,
         )
 
     def holding_less(self, candidate: Candidate, plan: JointPlan) -> JointPlan:
         """Returns the candidate's plan in an order that holds less, where one takes hardly longer and none is given."""
-        if self.problem.given.schedule is not None:
+        if not self.problem.given.is_open("schedule"):
             return plan
         problem = OrderingProblem(*self._counts(candidate), self._table(candidate), **self._limits(candidate))
         order = hold_less(problem, plan.schedule, plan.seconds, _LESS_SHARE * self.problem.effort)
         order = self.units(candidate.slices).without_frozen_backwards(order, candidate.bounds)
         fits = self.memory is None or self.memory.fits(candidate, order)
-        return replace(plan, schedule=order, seconds=self._makespan(candidate, order)) if fits else plan
+        return plan.in_order(order, self._makespan(candidate, order)) if fits else plan
 
     def seconds_in_order(self, candidate: Candidate, effort: float) -> float:
         """Returns the seconds of a step in an order that is searched for with this effort; infinite where none was
@@ -256,7 +258,7 @@ class PlacementSearch:
     def bound(self, candidate: Candidate) -> float:
         """Returns the least seconds of a step in any order that is allowed; infinite where none keeps to the memory
         limit."""
-        if self.problem.given.schedule is not None:
+        if not self.problem.given.is_open("schedule"):
             return self._simulated(candidate)
         try:
             return step_lower_bound(*self._counts(candidate), self._table(candidate), **self._limits(candidate))
@@ -367,7 +369,7 @@ class PlacementSearch:
 
     def _first_slices(self) -> Iterator[tuple[int, ...]]:
         problem = self.problem
-        if problem.given.slices is not None:
+        if not problem.given.is_open("slices"):
             yield problem.given.slices
             return
         allowed = problem.slice_counts
@@ -408,7 +410,7 @@ class PlacementSearch:
     def _first_bounds(self, slices: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the stages that are given, or those of equal work, as far as units allow."""
         costs = self.problem.costs
-        if self.problem.given.partition is not None:
+        if not self.problem.given.is_open("partition"):
             return unit_bounds(self.problem.given.partition, costs.num_layers, costs.units_per_layer)
         total = np.cumsum(self.units(slices).unit_work())
         num_stages, num_units = len(self.placement), self.problem.num_units
@@ -420,7 +422,7 @@ class PlacementSearch:
 
     def _evened(self, candidate: Candidate) -> Candidate:
         """Moves units between neighbours as long as the ranks' bounds get lower or more even; a given cut stays."""
-        if self.problem.given.partition is not None:
+        if not self.problem.given.is_open("partition"):
             return candidate
         value = partial(self._rank_bounds, candidate.slices)
         return replace(candidate, bounds=steepest_descent(candidate.bounds, value, moved_cuts)[0])
@@ -442,8 +444,8 @@ class PlacementSearch:
     def changes(self, candidate: Candidate) -> list[Candidate]:
         """Returns the candidates one change away in what isn't given."""
         problem = self.problem
-        cuts = candidate.cuts() if problem.given.partition is None else ()
-        slicings = candidate.slicings(problem) if problem.given.slices is None else ()
+        cuts = candidate.cuts() if problem.given.is_open("partition") else ()
+        slicings = candidate.slicings(problem) if problem.given.is_open("slices") else ()
         longest = problem.longest
         allowed = (
             sliced

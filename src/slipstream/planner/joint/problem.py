@@ -13,36 +13,12 @@ from slipstream.array_types import Floats
 from slipstream.cost import FLOAT32_STATE, Costs, LinkTime, StateBytes
 from slipstream.errors import SlipstreamError
 from slipstream.planner.joint.sliced_units import SlicedUnits
+from slipstream.planner.plan import NOTHING_DECIDED, OPEN, Plan
 from slipstream.schedule import Schedule, make_schedule, split_backwards
 
-# From the layers of each stage, the slices, the compute actions and the recomputation: bytes of each rank.
-MemoryAccount = Callable[[tuple[float, ...], tuple[int, ...], Schedule, str], Sequence[float]]
+# From an order, its cut, its slices and the recomputation: the most bytes of each rank.
+MemoryAccount = Callable[[Plan], Sequence[float]]
 
-
-@dataclass(frozen=True)
-class Given:
-    """The choices of a plan that are given; those that are None are searched for.
-
-    Args:
-        schedule: the name of the order, whose backwards are split where they may be; or each rank's order.
-        stages_per_rank: the stages of the rank with the most.
-        placement: the rank of each stage.
-        partition: layers of each stage, in halves where layers can be cut.
-        slices: tokens of each slice.
-        recompute: the recomputation. None: none, or what the memory limit asks for.
-        whole_rounds: whether all ranks have as many stages, as schedules that have names place them.
-    """
-
-    schedule: str | Schedule | None = None
-    stages_per_rank: int | None = None
-    placement: tuple[int, ...] | None = None
-    partition: tuple[float, ...] | None = None
-    slices: tuple[int, ...] | None = None
-    recompute: str | None = None
-    whole_rounds: bool = False
-
-
-NOTHING_GIVEN = Given()
 
 _GRANULARITY = 64  # tokens: matrix products like multiples of it
 _LEAST_GRANULES = 16  # of a row
@@ -72,7 +48,10 @@ class JointProblem:
         state: bytes per parameter.
         replicas: pipelines that share the batch.
         optimizer_shards: ranks over which the optimizer's state is spread.
-        given: the choices that are kept.
+        given: the choices that are kept; of the order, the stages a rank, the placement, the cut, the slices and the
+            recomputation, those that it leaves open are searched for. The backwards of a named order are split where
+            they may be; without a recomputation there is none, or what the memory limit asks for.
+        whole_rounds: whether all ranks have as many stages, as schedules that have names place them.
     """
 
     costs: Costs
@@ -91,7 +70,8 @@ class JointProblem:
     state: StateBytes = FLOAT32_STATE
     replicas: int = 1
     optimizer_shards: int = 1
-    given: Given = NOTHING_GIVEN
+    given: Plan = NOTHING_DECIDED
+    whole_rounds: bool = False
 
     def check(self) -> None:
         """Raises SlipstreamError where no slices are allowed."""
@@ -124,7 +104,9 @@ class JointProblem:
     def order(self, placement: tuple[int, ...], num_slices: int) -> Schedule | None:
         """Returns the order that is given, on so many slices; None where it is searched for."""
         name = self.given.schedule
-        if name is None or isinstance(name, Schedule):
+        if name is OPEN:
+            return None
+        if isinstance(name, Schedule):
             return name
         most = max(placement.count(rank) for rank in placement)
         named = make_schedule(name, self.num_ranks, self.num_microbatches, num_slices, most)

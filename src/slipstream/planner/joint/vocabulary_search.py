@@ -14,6 +14,7 @@ from slipstream.planner.joint.joint_plan import JointPlan
 from slipstream.planner.joint.joint_search import find_joint_plan
 from slipstream.planner.joint.problem import JointProblem, MemoryAccount
 from slipstream.planner.joint.sliced_units import SlicedUnits
+from slipstream.planner.plan import Plan
 from slipstream.schedule import Op, Schedule, ScheduleError, spread_vocabulary
 from slipstream.simulator import TableCost, result_seconds, simulate
 
@@ -100,15 +101,13 @@ def _spread(problem: JointProblem, plan: JointPlan) -> JointPlan:
             continue
         fits = limit is None or ahead == 0
         if limit is not None and account is not None and ahead:
-            fits = max(account(plan.partition, plan.slices, schedule, plan.recompute)) <= limit
+            fits = max(account(plan.plan.closed(schedule=schedule))) <= limit
         if fits:
             orders.append((simulate(schedule, cost).makespan, ahead, schedule))
     seconds, _, schedule = min(orders, key=lambda timed: timed[:2])
     busiest = max(sum(map(cost.seconds, row)) for row in schedule.actions)
     return replace(
-        plan,
-        schedule=schedule,
-        seconds=seconds,
+        plan.in_order(schedule, seconds),
         bound=max(plan.bound, float(busiest)),
         ideal=problem.ideal(problem.units(plan.slices)),
         exact=None,
@@ -127,11 +126,10 @@ def _account_of_parts(problem: JointProblem) -> MemoryAccount | None:
     if whole is None:
         return None
 
-    def account(
-        partition: tuple[float, ...], slices: tuple[int, ...], schedule: Schedule, recompute: str
-    ) -> Sequence[float]:
-        cost = spread_costs(problem, partition, slices, recompute)
-        return whole(partition, slices, _with_parts(problem, schedule, cost), recompute)
+    def account(plan: Plan) -> Sequence[float]:
+        cost = spread_costs(problem, plan.partition, plan.slices, plan.recompute)
+        assert isinstance(plan.schedule, Schedule)
+        return whole(plan.closed(schedule=_with_parts(problem, plan.schedule, cost)))
 
     return account
 

@@ -549,20 +549,16 @@ def _vocabulary(space: PlanSpace, start: Plan) -> Vocabulary:
 def _most_bytes(
     space: PlanSpace,
     start: Plan,
-    partition: tuple[float, ...],
-    slices: tuple[int, ...],
-    schedule: Schedule,
-    recompute: str,
+    found: Plan,
 ) -> list[float]:
     """Returns the most bytes that each rank holds."""
-    found = JointPlan(schedule, partition, slices, seconds=0.0, bound=0.0, ideal=0.0)
-    return space.evaluate(_closed(start, found, recompute, start.offload)).peaks()
+    return space.evaluate(_closed(start, found, found.recompute, start.offload)).peaks()
 
 
 def _split(plan: JointPlan) -> JointPlan:
     """Returns the plan, and those it was chosen from, with backwards split as in named schedules."""
     rejected = tuple(_split(rejected) for rejected in plan.rejected)
-    return replace(plan, schedule=split_backwards(plan.schedule), rejected=rejected)
+    return replace(plan.in_order(split_backwards(plan.schedule), plan.seconds), rejected=rejected)
 
 
 def _granularity(space: PlanSpace) -> int:
@@ -574,12 +570,12 @@ def _granularity(space: PlanSpace) -> int:
 
 def _added(space: PlanSpace, start: Plan, found: JointPlan, recompute: str, offload: float) -> Plan:
     """Returns the joint search's plan on the mesh of `start`, and adds it to the space."""
-    plan = _closed(start, found, recompute, offload)
+    plan = _closed(start, found.plan, recompute, offload)
     space.found[plan] = found
     return plan
 
 
-def _closed(start: Plan, found: JointPlan, recompute: str, offload: float) -> Plan:
+def _closed(start: Plan, found: Plan, recompute: str, offload: float) -> Plan:
     return start.closed(
         schedule=found.schedule,
         slicing=AUTO,
