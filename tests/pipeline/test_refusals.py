@@ -171,6 +171,10 @@ BATCHES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         "the sequence has 96 tokens, but 'llama' has max_position_embeddings=64",
     ),
     ({}, {"inputs": TOKENS.numpy(), "targets": TOKENS}, "inputs are of type ndarray: give a tensor"),
+    ({}, {"position_ids": TOKENS.numpy()}, "position_ids are of type ndarray: give a tensor."),
+    ({}, {"document_ids": TOKENS.numpy()}, "document_ids are of type ndarray: give a tensor"),
+    ({}, {"sequence_values": [0.5] * 4}, "sequence_values are of type list: give a tensor, (sequences, ...)"),
+    ({}, {"position_ids": [*TOKENS]}, "position_ids are of type list: give a tensor."),
     ({}, {"targets": None}, "labels are missing: give step(inputs, labels)"),
     ({}, {"targets": torch.full_like(TOKENS, -100)}, "no label of this batch counts"),
     (

@@ -63,7 +63,8 @@ class Batch:
         for values in given:
             rows, name = values.rows, values.rule.name
             if not isinstance(rows, Tensor):
-                raise SlipstreamError(f"{name} are of type {type(rows).__name__}: give a tensor, or a list of tensors.")
+                or_list = "" if values.rule == POSITIONS else ", or a list of tensors"
+                raise SlipstreamError(f"{name} are of type {type(rows).__name__}: give a tensor{or_list}.")
             rows = _moved(rows, device) if rows.is_inference() else rows.to(device)
             values = replace(values, rows=rows)
             if values.rule == INPUTS:
@@ -281,7 +282,7 @@ def given_batch(
     position_ids: Tensor | None = None,
     document_ids: Rows | None = None,
     lengths: Lengths = None,
-    sequence_values: Tensor | None = None,
+    sequence_values: Any = None,
     is_planned: bool = False,
     needs_labels: bool = True,
     targets: Rows | None = None,
@@ -296,6 +297,9 @@ def given_batch(
         if labels is not None:
             raise SlipstreamError("labels=... and targets=..., two names of one argument: give labels=... alone.")
         labels = targets
+    if not isinstance(sequence_values, Tensor | None):
+        kind = type(sequence_values).__name__
+        raise SlipstreamError(f"sequence_values are of type {kind}: give a tensor, (sequences, ...).")
     others = [] if document_ids is None else [TokenValues(DOCUMENTS, document_ids)]
     if isinstance(inputs, Mapping):
         _refuse_twice(labels=labels, position_ids=position_ids)
