@@ -64,8 +64,16 @@ AT_ONCE |= {
 DATA = {"sums_are_those_of_one_process", "reductions_run_beside_the_pipeline", "tied_weights_are_delivered_whole"}
 DATA |= {"calls_and_bytes_are_those_of_the_formulas", "three_steps_of_adamw", "all_ranks_skip_the_same_step"}
 MESH = {"auto", "planned_halves", "every_model_mesh_and_kind_of_rows"}
-CONTEXT = {"heads, llama, tied", "keys, documents, gpt_oss", "apart", "exchanged_bytes", "gathered_bytes", "refused"}
-CONTEXT |= {"pp2 cp2, heads, gpt_oss"}
+CONTEXT = {
+    "heads, llama, tied",
+    "keys, documents, gpt_oss",
+    "apart",
+    "exchanged_bytes",
+    "gathered_bytes",
+    "values",
+    "refused",
+}
+CONTEXT |= {"pp2 cp2, heads, gpt_oss", "values"}
 # `make test-more` has each of these with the other exchange.
 OTHER_EXCHANGE = {f"{kind}, {title}" for kind, (title, *_) in zip(cycle(context.KINDS), context.PER_KIND, strict=False)}
 # Others have what these have: a plan, split backwards, sharded states, sequences, experts.

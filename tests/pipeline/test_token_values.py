@@ -13,21 +13,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn import functional
 
-from slipstream.model import IGNORED, Tensors, causal_cross_entropy
+from slipstream.model import IGNORED
 from slipstream.pipeline.agreement import _checksum
 from slipstream.pipeline.batch import Batch
 from slipstream.pipeline.cut_batch import SplitBatch, cut_batch
 from slipstream.pipeline.execution.action_graphs import signature
-from slipstream.pipeline.execution.losses import SliceLosses
-from slipstream.pipeline.execution.rank_program import SliceKey
-from slipstream.pipeline.execution.step_state import StepState
 from slipstream.pipeline.token_values import DOCUMENTS, LABELS, TokenRule, TokenValues
 from slipstream.schedule import SlicedMicrobatch
 from support.architectures import BOUND, gradient_error, gradients, tokens
 from support.pipelines import make_pipe
 from support.ragged_batches import MODELS
+from support.weighted_labels import unsplit_weighted_step, weighted_step
 
 CPU = torch.device("cpu")
 TEACHER = TokenRule("teacher_tokens", fill=-7, is_shifted=True, num_dims=1)
@@ -201,42 +198,19 @@ def test_values_have_any_dtype(dtype: torch.dtype) -> None:
 
 # --- in a step --------------------------------------------------------------------------------------------------------
 
-ADVANTAGE = TokenRule("advantage", is_shifted=True)
-
-
-class WeightedLosses(SliceLosses):
-    """Cross-entropies, each times the advantage of the label that it is of."""
-
-    def compute(self, outputs: Tensor, state: StepState, key: SliceKey) -> Tensors:
-        _, m, i = key
-        targets, advantages = state.batch.targets[m][i], state.batch.values[ADVANTAGE.name].slices[m][i]
-        losses = functional.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="none")
-        return (losses * advantages.flatten()).sum(), (targets != IGNORED).sum()
-
 
 @pytest.mark.parametrize("lengths", [(24, 24, 24), (24, 17, 9)], ids=str)
 def test_values_go_to_the_prediction_of_their_labels(lengths: tuple[int, ...]) -> None:
     """Of rows, and of sequences that share one: loss and gradients are those of the unsplit model."""
+    generator = torch.Generator().manual_seed(0)
     ids = [tokens(batch=1, length=length, seed=length)[0] for length in lengths]
-    advantages = [
-        torch.rand(length, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) for length in lengths
-    ]
+    advantages = [torch.rand(length, dtype=torch.float64, generator=generator) for length in lengths]
     model = copy.deepcopy(MODELS["gpt2"])
-    total, count = torch.zeros((), dtype=torch.float64), sum(lengths) - len(lengths)
-    for row, weights in zip(ids, advantages, strict=True):
-        logits = model(row[None], use_cache=False).logits[0]
-        for place in range(len(row) - 1):
-            loss = functional.cross_entropy(logits[place], row[place + 1])
-            total = total + loss * weights[place + 1] / count
-    total.backward()
-
+    expected = unsplit_weighted_step(model, ids, advantages)
     pipe = make_pipe(copy.deepcopy(MODELS["gpt2"]), slices=3, num_ranks=2, num_microbatches=2)
-    runtime, are_rows = pipe._runtime, len({*lengths}) == 1
-    for executor in runtime.executors:
-        executor._losses = WeightedLosses(causal_cross_entropy)
-    inputs = torch.stack(ids) if are_rows else ids
-    values = TokenValues(ADVANTAGE, torch.stack(advantages) if are_rows else advantages)
-    whole = runtime.read_batch(inputs, inputs)
-    whole = replace(whole, companions={**whole.companions, ADVANTAGE.name: values})
-    assert abs(runtime.step(whole, 1.0) - total) < BOUND
+    if len({*lengths}) == 1:
+        loss = weighted_step(pipe, torch.stack(ids), torch.stack(advantages))
+    else:
+        loss = weighted_step(pipe, ids, advantages)
+    assert abs(loss - expected) < BOUND
     assert gradient_error(gradients(model), gradients(pipe)) < BOUND

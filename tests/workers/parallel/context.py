@@ -46,6 +46,7 @@ from support.parallel.shared_models import CONFIGS
 from support.pipelines import make_pipe
 from support.preferences import log_probabilities, preference, references
 from support.recorded_ops import RecordedOps
+from support.weighted_labels import unsplit_weighted_step, weighted_step
 from workers.parallel.exactness import error
 
 SLICES = [5, 20, 1, 38]  # of one token some rank has none
@@ -148,6 +149,18 @@ def pairs() -> None:
     assert abs(loss - expected) < BOUND * abs(expected)
     assert error(pipe, gradients_of(whole), "grad") < BOUND
     assert torch.allclose(pipe.sequence_log_probabilities(), wanted.double(), rtol=1e-10)
+
+
+def values() -> None:
+    """What travels with labels goes to the rank that has the prediction of each."""
+    whole, inputs = model_of("llama"), tokens(4)
+    advantages = torch.rand(inputs.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    with no_rounding_inside():
+        expected = unsplit_weighted_step(whole, [*inputs], [*advantages])
+        pipe = make_pipe(model_of("llama"), mesh=make_mesh(cp=2), slices=SLICES, num_microbatches=2)
+        loss = weighted_step(pipe, inputs, advantages)
+    assert abs(loss - expected) < BOUND * abs(expected)
+    assert error(pipe, gradients_of(whole), "grad") < BOUND
 
 
 def routers() -> None:
@@ -464,6 +477,7 @@ MESHES: dict[str, Callable[[], object]] = {
 OTHERS = by_name(
     *(
         pairs,
+        values,
         routers,
         what_it_says,
         apart,
