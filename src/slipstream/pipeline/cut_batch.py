@@ -175,8 +175,8 @@ class SplitBatch:
 
     @property
     def further_bytes(self) -> int:
-        """Bytes of what travels with the tokens besides what `token_bytes` counts, as it was given and as it is cut:
-        of the whole slices, also where ranks share them."""
+        """Bytes of the values that `token_bytes` leaves out, as they were given and as they are cut: of whole slices,
+        also where ranks share them."""
         sizes = (each.bytes_per_token for name, each in self.values.items() if name != LABELS.name)
         return 2 * sum(sizes) * self.num_tokens
 
@@ -264,7 +264,7 @@ def _cut_rows(batch: Batch, microbatches: Sequence[SlicedMicrobatch], seed: int,
     num_valid = 0
     for name, companion in batch.companions.items():
         if companion.rule in (POSITIONS, DOCUMENTS):
-            continue  # parts of the slices
+            continue  # parts of the slices themselves
         shifted = _shifted(companion, starts)
         values[name] = SlicedValues.of(companion.rule, shifted, microbatches)
         if companion.rule == LABELS:

@@ -20,16 +20,25 @@ Rows = Tensor | list[Tensor]  # one length for all sequences, or each its own
 class TokenRule:
     """How values of one kind are packed, padded and cut with their tokens.
 
-    All are compared between ranks by name, shape, dtype and contents, and ranks that share a slice get those of their
-    tokens.
+    Values of every kind are compared between ranks by name, shape, dtype and contents, and ranks that share a slice get
+    those of their tokens.
+
+    Args:
+        name: of the kind, in messages too; no two kinds of a batch have one name.
+        fill: the value of an added token, which counts nowhere.
+        fill_step: how much more each further added token of a sequence has.
+        is_shifted: whether values at t belong to the prediction of the label at t, and so go to the token before it.
+        ends_with_sequence: whether runs of equal values tell documents, of which none runs on into the next sequence of
+            a row.
+        num_dims: the dims of one token's value.
     """
 
-    name: str  # in messages; further kinds have other names than those below
-    fill: float = 0  # of an added token, which counts nowhere
-    fill_step: float = 0  # from one added token of a sequence to the next
-    is_shifted: bool = False  # values at t belong to the prediction of the label at t, and go to the token before it
-    ends_with_sequence: bool = False  # runs of equal values tell documents: in a row none runs on into another sequence
-    num_dims: int = 0  # of one token's value
+    name: str
+    fill: float = 0
+    fill_step: float = 0
+    is_shifted: bool = False
+    ends_with_sequence: bool = False
+    num_dims: int = 0
 
 
 INPUTS = TokenRule("inputs")
@@ -54,7 +63,8 @@ class TokenValues:
         """Returns the row (1, T, ...) of these sequences, one after the other."""
         pieces = [self.rows[index] for index in group]
         if self.rule.ends_with_sequence:
-            pieces = [2 * piece + place % 2 for place, piece in enumerate(pieces)]  # neighbours differ
+            # The last value of a sequence differs from the first of the next.
+            pieces = [2 * piece + place % 2 for place, piece in enumerate(pieces)]
         return replace(self, rows=(torch.cat(pieces) if len(pieces) > 1 else pieces[0])[None])
 
     def _added(self, num_tokens: int) -> Tensor:
