@@ -8,6 +8,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 import pytest
+import yaml
 
 from slipstream.errors import SlipstreamError
 from slipstream.planner.plan import CHOICES, FIELDS, MESH, ONE_DEVICE, OPEN, Plan
@@ -125,3 +126,63 @@ def test_nothing_is_evaluated_that_is_open_or_for_another_batch(changes: dict[st
     assert evaluate(NAMED, costs, batch, space.source.state).seconds > 0
     with pytest.raises(SlipstreamError, match=said):
         evaluate(replace(NAMED, **changes), costs, batch, space.source.state)
+
+
+# --- a training's settings -------------------------------------------------------------------------------------------
+
+SHARED = replace(
+    NAMED, context_parallel=2, context_exchange="keys", expert_parallel=3, tensor_parallel=1, recompute="3"
+)
+
+
+@pytest.mark.parametrize("plan", [NAMED, FOUND, SHARED, FOUND.closed(slices=OPEN), NAMED.mesh, Plan()], ids=str)
+def test_a_plan_is_written_and_read_back(plan: Plan) -> None:
+    """Through YAML. How slices were found isn't a setting, and a step's sequences stand in another section."""
+    settings = yaml.safe_load(yaml.safe_dump(plan.dump()))
+    again = Plan.load(settings)
+    assert {*again.differences(plan)} <= {"microbatch_size", "slicing"}
+    assert again.dump() == plan.dump()
+    rows = {"training": {"batch_size": 12}}
+    if plan in (NAMED, SHARED):
+        assert Plan.load(settings | rows).microbatch_size == 1
+
+
+def test_settings_say_what_is_open_by_leaving_it_out_or_by_auto() -> None:
+    assert Plan().dump() == {"pipeline": {}, "memory": {}, "parallel": {}}
+    auto = {"pipeline": {"schedule": "auto-v", "slices": "auto", "partition": "auto", "vocabulary": "auto"}}
+    assert Plan.load(auto) == Plan.load({}) == Plan()
+    assert NAMED.dump()["pipeline"]["partition"] == [2, 1.5, 1.5, 1]
+    assert FOUND.dump(order="plan.txt")["pipeline"]["schedule"] == "plan.txt"
+    assert "stages_per_rank" not in FOUND.dump()["pipeline"]
+    assert SHARED.dump()["parallel"] == {
+        "data": 3,
+        "context": 2,
+        "tensor": 1,
+        "experts": 3,
+        "context_exchange": "keys",
+        "shard": "optimizer",
+    }
+    assert SHARED.dump()["memory"]["recompute"] == 3
+
+
+def test_an_order_in_a_file_is_read_with_it() -> None:
+    settings = FOUND.dump(order="plan.txt")
+    assert Plan.load(settings, ORDER) == FOUND
+    with pytest.raises(SlipstreamError, match=r"pipeline.schedule=plan.txt: the order in that file isn't given"):
+        Plan.load(settings)
+    with pytest.raises(SlipstreamError, match="num_microbatches=5, but schedule has 4"):
+        Plan.load(settings | {"pipeline": settings["pipeline"] | {"num_microbatches": 5}}, ORDER)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"recompute": "3"}, "recompute='3' can't be predicted"),
+        ({"recompute": "segments"}, "recompute='segments' can't be predicted"),
+        ({"vocabulary": "spread"}, "vocabulary='spread' can't be predicted with schedule='interleaved-1f1b'"),
+    ],
+)
+def test_what_a_training_has_and_no_search_is_refused_by_name(changes: dict[str, Any], said: str) -> None:
+    space = PlanSpace(source(), SEQ_LEN, 12, PlanOptions())
+    with pytest.raises(SlipstreamError, match=said):
+        evaluate(replace(NAMED, **changes), space.costs(NAMED.degrees, 1), Batch(512, 12), space.source.state)

@@ -174,7 +174,12 @@ def test_auto_goes_on_with_what_it_found(text: Path, tmp_path: Path) -> None:
     ended = train(2, first, text, *settings)
     assert "auto has settled on slices of" in ended.stdout
     assert [line["step"] for line in steps_of(first) if "trial" in line] == [1]
-    assert Manifest.read(first / "checkpoints" / "step-00000002").facts["tuned"]["slices"] == [8, 16, 24, 16]
+    assert Manifest.read(first / "checkpoints" / "step-00000002").facts["tuned"]["plan"]["pipeline"]["slices"] == [
+        8,
+        16,
+        24,
+        16,
+    ]
     assert Schedule.parse((first / "schedule.txt").read_text()).ops >= {Op.R, Op.OFFLOAD}
 
     again = half_of(first, tmp_path / "again", step=2)

@@ -3,6 +3,7 @@ never plans again."""
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +23,7 @@ from slipstream.pipeline.planning import StartRequest, is_free
 from slipstream.profile.cost_cache import CostCache
 from slipstream.train.config.config_values import parse_config
 from slipstream.train.data import PackedSequences, TokenisedText
-from slipstream.train.recorded_plan import chosen_facts, chosen_settings, plan_obstacle
+from slipstream.train.recorded_plan import chosen_facts, chosen_settings, plan_obstacle, recorded_plan
 from support.architectures import llama
 from support.forked import run_alone, slipstream_command
 from support.parameters import first_of
@@ -127,16 +128,26 @@ def test_a_checkpoint_carries_the_plan_and_what_is_computed_again(recompute: Any
     sequences = PackedSequences(TokenisedText.join([np.zeros(8, dtype=np.int32)]), 8, seed=None)
     chosen = chosen_facts(pipe, sequences, None)
     assert chosen is not None
-    assert (chosen["partition"], chosen["recompute"], chosen["slices"]) == ([1, 3], recompute, [5, 3])
+    plan = recorded_plan(json.loads(json.dumps(chosen)))
+    assert (plan.partition, plan.recompute_setting, plan.slices, plan.schedule) == (
+        (1, 3),
+        recompute,
+        (5, 3),
+        pipe.order,
+    )
+    older = {"schedule": str(pipe.order), "slices": [5, 3], "partition": [1, 3], "recompute": recompute}
+    assert recorded_plan(older | {"degrees": [*pipe.degrees]}) == plan
 
 
 def test_what_was_chosen_is_for_sequences_and_stages_like_its_own() -> None:
     config = parse_config(SETTINGS)
     chosen = {"schedule": str(make_schedule("1f1b", 2, 1, 2)), "slices": [40, 24], "partition": [1, 3], "recompute": 1}
-    chosen["degrees"] = Degrees(exchange="keys")
+    chosen["degrees"] = Degrees()
     found = chosen_settings(config, chosen)
     assert (found["partition"], found["slices"], found["memory"].recompute) == ([1, 3], [40, 24], 1)
-    assert found["parallel"].context_exchange == "keys"
+    by_keys = chosen | {"degrees": Degrees(context=2, exchange="keys")}
+    sharing = parse_config(with_section(parallel={"context": 2}))
+    assert chosen_settings(sharing, by_keys)["parallel"].context_exchange == "keys"
     assert chosen_settings(config, chosen | {"slices": [40, 8]}) == {}
     others = chosen_settings(config, chosen | {"degrees": Degrees(context=2, exchange="keys")})
     assert "parallel" not in others

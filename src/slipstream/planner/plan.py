@@ -58,7 +58,8 @@ class Plan:
         schedule: a name of `slipstream.SCHEDULES`, or the compute actions of an order that was found.
         microbatch_size: sequences of a microbatch.
         num_slices: slices of a sequence.
-        recompute: "none", "selective", "full", "stage" or "stage+full".
+        recompute: "none", "selective", "full", "stage" or "stage+full". Trainings also have "segments", and the
+            number of a stage's layers, such as "3", of which no costs are known.
         offload: the share of slices whose activations are offloaded to host memory, 0 to 1.
         shard: what is sharded over the ranks with the same weights: "none", the "optimizer"'s state, or the
             "parameters" too.
@@ -255,7 +256,11 @@ class Plan:
         """Raises SlipstreamError where a field has a value that isn't allowed, or two of them contradict each other."""
         for name, allowed in ALLOWED.items():
             value = self.choice(name)
-            if value is not OPEN and value not in allowed:
+            if (
+                value is not OPEN
+                and value not in (*allowed, *_UNPREDICTED.get(name, ()))
+                and not _is_layers(name, value)
+            ):
                 raise SlipstreamError(f"{name}={value!r} isn't known. Choose one of {', '.join(allowed)}.")
         for name in _COUNTS:
             value = getattr(self, name)
@@ -286,6 +291,11 @@ class Plan:
                 f"{[*placement]} has {len(placement)}. Make them equal."
             )
 
+    @property
+    def recompute_setting(self) -> str | int:
+        """The recomputation as `memory.recompute` has it: layers as a number."""
+        return int(self.recompute) if _is_layers("recompute", self.recompute) else self.recompute
+
     # --- the settings of a training ----------------------------------------------------------------------------------
 
     def dump(self, order: str | None = None) -> dict[str, dict[str, Any]]:
@@ -305,7 +315,7 @@ class Plan:
             "partition": OPEN if self.partition is OPEN else [*map(_whole, self.partition)],
             "vocabulary": self.vocabulary,
         }
-        memory = {"recompute": self.recompute, "offload": OPEN if self.offload is OPEN else float(self.offload)}
+        memory = {"recompute": self.recompute_setting, "offload": OPEN if self.offload is OPEN else float(self.offload)}
         degrees = {way.degree: getattr(self, way.choice) for way in SHARED_WORK}
         shares = self.context_parallel is not OPEN and self.context_parallel > 1
         parallel = {
@@ -314,7 +324,7 @@ class Plan:
             "context_exchange": self.context_exchange if shares else OPEN,
             "shard": self.shard,
         }
-        sections = {"pipeline": pipeline, "memory": memory, "parallel": parallel}
+        sections: dict[str, dict[str, Any]] = {"pipeline": pipeline, "memory": memory, "parallel": parallel}
         return {
             name: {setting: value for setting, value in section.items() if value is not OPEN}
             for name, section in sections.items()
@@ -344,16 +354,16 @@ class Plan:
             "num_microbatches": _given(pipeline, "num_microbatches"),
             "num_slices": slices if isinstance(slices, int) else OPEN,
             "slices": tuple(slices) if isinstance(slices, Sequence) else OPEN,
-            "partition": OPEN if (cut := _given(pipeline, "partition")) is OPEN else tuple(map(float, cut)),
+            "partition": OPEN if (cut := _given(pipeline, "partition")) is OPEN else tuple(map(_whole, cut)),
             "vocabulary": _given(pipeline, "vocabulary"),
-            "recompute": _given(memory, "recompute"),
+            "recompute": OPEN if (what := _given(memory, "recompute")) is OPEN else str(what),
             "offload": OPEN if (share := _given(memory, "offload")) is OPEN else float(share),
             "data_parallel": _given(parallel, "data"),
             **{way.choice: _given(parallel, way.degree) for way in SHARED_WORK},
             "context_exchange": _given(parallel, "context_exchange"),
             "shard": _given(parallel, "shard"),
         }
-        if parallel:  # which leaves out degrees of 1
+        if "tensor" in parallel:  # beside which other degrees of 1 are left out
             values |= {way.choice: 1 for way in SHARED_WORK if values[way.choice] is OPEN}
             if values["context_parallel"] == 1:
                 values["context_exchange"] = "heads"
@@ -406,6 +416,15 @@ _COUNTS = (
     "num_microbatches",
 )
 _IMPLIED_BY = {"num_slices": "slices", "slicing": "slices", "stages_per_rank": "placement"}
+
+
+# What a training may have besides, and no search chooses: of "auto" the run decides
+_UNPREDICTED = {"recompute": ("segments",), "context_exchange": (AUTO,)}
+
+
+def _is_layers(name: str, value: object) -> bool:
+    """Returns whether a choice is the number of layers that are recomputed."""
+    return name == "recompute" and isinstance(value, str) and value.isdigit() and value != "0"
 
 
 @lru_cache(maxsize=4096)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from importlib import metadata
 from math import isfinite
 from pathlib import Path
@@ -10,8 +9,11 @@ from typing import Any
 
 import yaml
 
+from slipstream.errors import SlipstreamError
+from slipstream.foreign_text import read_text
 from slipstream.number_format import precision_of
-from slipstream.planner import PlanReport
+from slipstream.planner import Plan, PlanReport
+from slipstream.schedule import Schedule
 from slipstream.version import __version__
 
 _DIGITS = 6  # of the predicted numbers that are written
@@ -22,18 +24,33 @@ def schedule_file(path: Path) -> Path:
     return path.with_suffix(".txt")
 
 
-def write_plan_file(plan: PlanReport, model: dict[str, Any], path: Path, lora: dict[str, Any] | None = None) -> None:
+def write_plan_file(report: PlanReport, model: dict[str, Any], path: Path, lora: dict[str, Any] | None = None) -> None:
     """Writes the best plan as a training configuration, without the text to train on and the folder for results.
 
     An order that has no name is written to a text file next to it, which is named without its folder, so that both can
     be moved together. `model` is the configuration's `model` section, `lora` that of an adapter.
     """
-    schedule = plan.best.plan.schedule_name
-    if plan.best.joint is not None:
-        schedule = schedule_file(path).name
-        schedule_file(path).write_text(f"{plan.best.joint.schedule}\n", encoding="utf-8")
-    settings = plan_settings(plan, model, schedule) | ({} if lora is None else {"lora": lora})
+    order = report.best.plan.schedule
+    if isinstance(order, Schedule):
+        schedule_file(path).write_text(f"{order}\n", encoding="utf-8")
+    settings = plan_settings(report, model, schedule_file(path).name) | ({} if lora is None else {"lora": lora})
     path.write_text(plan_text(settings, path, "slipstream plan"), encoding="utf-8")
+
+
+def read_plan_file(path: Path) -> Plan:
+    """Returns the plan in a file that `slipstream plan` or a run has written, with the order next to it.
+
+    Raises:
+        SlipstreamError: where it can't be read, or isn't a plan.
+    """
+    settings = yaml.safe_load(read_text(path))
+    if not isinstance(settings, dict) or not isinstance(settings.get("pipeline"), dict):
+        raise SlipstreamError(
+            f"{path} has no section `pipeline`: give a file that slipstream plan or a run has written."
+        )
+    schedule = settings["pipeline"].get("schedule")
+    is_file = isinstance(schedule, str) and schedule.endswith(".txt")
+    return Plan.load(settings, Schedule.parse(read_text(path.parent / schedule)) if is_file else None)
 
 
 def plan_text(settings: dict[str, Any], path: Path, command: str, source: str = "corpus=python-stdlib") -> str:
@@ -44,45 +61,32 @@ def plan_text(settings: dict[str, Any], path: Path, command: str, source: str = 
     return f"# Written by `{command}`.\n# {train}\n{text}"
 
 
-def plan_settings(plan: PlanReport, model: dict[str, Any], schedule: str) -> dict[str, Any]:
-    """Returns the best plan as the nested dictionaries of a training configuration; `schedule` is a name or file."""
-    best, chosen = plan.best, plan.best.plan
-    training: dict[str, Any] = {"seq_len": plan.seq_len, "batch_size": plan.global_batch}
-    if precision := precision_of(plan.dtype):
+def plan_settings(report: PlanReport, model: dict[str, Any], order: str) -> dict[str, Any]:
+    """Returns the best plan as the nested dictionaries of a training configuration; `order` names the file of an order
+    that was found."""
+    training: dict[str, Any] = {"seq_len": report.seq_len, "batch_size": report.global_batch}
+    if precision := precision_of(report.dtype):
         training["precision"] = precision
-    stages = {"stages_per_rank": chosen.stages_per_rank} if best.joint is None else {}  # a file has its own
+    sections = report.best.plan.dump(order)
+    if report.sequence_parallel:
+        sections["parallel"]["sequence_parallel"] = True
     return {
         "model": model,
-        "pipeline": {
-            "num_ranks": chosen.pipeline_parallel,
-            **stages,
-            "schedule": schedule,
-            "num_microbatches": chosen.num_microbatches,
-            "slices": [int(length) for length in chosen.slices],
-            "partition": partition_setting(chosen.partition),
-            **({"vocabulary": "spread"} if chosen.vocabulary == "spread" else {}),
-        },
-        "memory": {"recompute": chosen.recompute, "offload": float(chosen.offload)},
-        "parallel": {
-            "data": chosen.data_parallel,
-            **chosen.degrees.settings,
-            "shard": chosen.shard,
-            **({"sequence_parallel": True} if plan.sequence_parallel else {}),
-        },
-        **({"runtime": {"fused": True}} if plan.fused else {}),
+        **sections,
+        **({"runtime": {"fused": True}} if report.fused else {}),
         "training": training,
-        "plan": {"predicted": _predicted(plan)},
+        "plan": {"predicted": _predicted(report)},
     }
 
 
-def _predicted(plan: PlanReport) -> dict[str, Any]:
+def _predicted(report: PlanReport) -> dict[str, Any]:
     """Returns the predictions and their basis, which training doesn't read."""
-    best = plan.best
+    best = report.best
     return {
-        "model": plan.model,
-        "cluster": plan.cluster,
-        "num_devices": plan.num_devices,
-        "dtype": plan.dtype,
+        "model": report.model,
+        "cluster": report.cluster,
+        "num_devices": report.num_devices,
+        "dtype": report.dtype,
         "step_seconds": rounded(best.step_seconds),
         "tokens_per_second": rounded(best.tokens_per_second),
         "mfu": None if best.mfu is None else rounded(best.mfu),
@@ -90,13 +94,8 @@ def _predicted(plan: PlanReport) -> dict[str, Any]:
         "peak_memory_bytes": round(best.peak_memory),
         "memory_limit_bytes": round(best.memory_limit) if isfinite(best.memory_limit) else None,
         "versions": {"slipstream": __version__} | {name: metadata.version(name) for name in ("torch", "transformers")},
-        "notes": list(plan.notes),
+        "notes": list(report.notes),
     }
-
-
-def partition_setting(partition: Sequence[float]) -> list[float]:
-    """Returns the layers of each stage as they are written, whole ones without a fraction."""
-    return [int(layers) if layers == int(layers) else float(layers) for layers in partition]
 
 
 def rounded(number: float) -> float:

@@ -12,7 +12,9 @@ from typing import Any
 import yaml
 
 from slipstream.errors import SlipstreamError
+from slipstream.planner import OPEN
 from slipstream.train.config import MESH_SETTINGS, Config, dump_config, parse_config
+from slipstream.train.recorded_plan import recorded_plan
 from slipstream.train.run_folder import RunFolder
 from slipstream.units import table_text
 
@@ -93,7 +95,10 @@ def described_change(
         return ""
     before = facts["settings"]["pipeline"]
     now = config.pipeline
-    slices_before = (facts["tuned"] or {}).get("slices", before["slices"])
+    slices_before = before["slices"]
+    if facts["tuned"]:
+        plan = recorded_plan(facts["tuned"])
+        slices_before = plan.num_slices if plan.slices is OPEN else [*plan.slices]
     are_given = before["microbatches"] is not None, now.microbatches is not None
     microbatches = [str(section["num_microbatches"]) for section in (before, now.model_dump())]
     rows = [

@@ -8,6 +8,7 @@ stages' rates, by which each step is then planned.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from slipstream.checkpoint import SavedCheckpoint
@@ -15,9 +16,10 @@ from slipstream.launch import Progress
 from slipstream.number_format import PRECISIONS
 from slipstream.options import Degrees
 from slipstream.pipeline import ExpectedBatch, Pipeline, PipelineOptions, is_counted, is_free
+from slipstream.planner import OPEN, Plan
 from slipstream.planner.joint import JointPlan, granularity_for
 from slipstream.planner.ragged import StageRates
-from slipstream.planning.plan_file import partition_setting, plan_text, rounded
+from slipstream.planning.plan_file import plan_text, rounded
 from slipstream.schedule import AUTOMATIC, SCHEDULES, USUAL_SCHEDULE, Schedule, make_schedule, placed_as
 from slipstream.train.config import DECIDED_BY_PLAN, Config
 from slipstream.train.data import BatchSize, TrainingSequences
@@ -112,30 +114,32 @@ def chosen_settings(config: Config, chosen: Mapping[str, Any]) -> dict[str, Any]
     run has other ranks, stages, microbatches or sequences now."""
     pipeline = config.pipeline
     memory = config.memory
-    schedule = Schedule.parse(chosen["schedule"])
+    plan = recorded_plan(chosen)
+    schedule = plan.schedule
+    assert isinstance(schedule, Schedule), "a checkpoint has the order itself"
     rates = chosen.get("rates")
     if rates is None and config.data.packing == "none" and is_counted_open(config):
-        return _counted_stages(config, chosen, schedule)
+        return _counted_stages(config, plan)
     if (rates is None) != (config.data.packing == "fixed"):
         return {}
     counts = pipeline.num_microbatches, config.training.seq_len
-    if rates is None and (schedule.num_microbatches, sum(chosen["slices"])) != counts:
+    if rates is None and (schedule.num_microbatches, sum(plan.slices)) != counts:
         return {}
-    settings = {"schedule": schedule, "slices": chosen["slices"]}
+    slices = plan.num_slices if plan.slices is OPEN else [*plan.slices]
+    settings: dict[str, Any] = {"schedule": schedule, "slices": slices}
     if is_open(config):
-        settings["partition"] = chosen["partition"]
+        settings["partition"] = [*plan.partition]
         if rates is not None:
             settings["rates"] = StageRates.from_json(rates)
-        memory = memory.model_copy(update={"recompute": chosen["recompute"]})
-        before = Degrees(*chosen["degrees"])
+        memory = memory.model_copy(update={"recompute": plan.recompute_setting})
         now = config.parallel.degrees
-        if now.exchange == "auto" and before._replace(exchange="auto") == now:
-            settings["parallel"] = config.parallel.exchanging(before.exchange)
+        if now.exchange == "auto" and plan.degrees._replace(exchange="auto") == now:
+            settings["parallel"] = config.parallel.exchanging(plan.context_exchange)
         return settings | {"memory": memory} if schedule.num_ranks == pipeline.num_ranks else {}
     if rates is not None:
         return {}
     if is_counted_open(config):
-        return _counted_settings(config, chosen, schedule)
+        return _counted_settings(config, plan)
     if not (pipeline.schedule in AUTOMATIC or pipeline.slices == "auto"):
         return {}
     stages = pipeline.fewest_stages
@@ -145,36 +149,54 @@ def chosen_settings(config: Config, chosen: Mapping[str, Any]) -> dict[str, Any]
     return settings | {"memory": memory} if schedule.placement == placement else {}
 
 
-def _counted_stages(config: Config, chosen: Mapping[str, Any], schedule: Schedule) -> dict[str, Any]:
+def _counted_stages(config: Config, plan: Plan) -> dict[str, Any]:
     """Returns the cut for documents of any length, where it is open and fits the ranks."""
     pipeline = config.pipeline
+    schedule = plan.schedule
+    assert isinstance(schedule, Schedule), "a checkpoint has the order itself"
     stages = len(schedule.placement) // pipeline.num_ranks
     is_open_cut = pipeline.partition == "auto" and pipeline.stages_per_rank in (None, stages)
     if schedule.num_ranks != pipeline.num_ranks or not is_open_cut:
         return {}
-    return {"partition": chosen["partition"], "stages_per_rank": stages}
+    return {"partition": [*plan.partition], "stages_per_rank": stages}
 
 
-def _counted_settings(config: Config, chosen: Mapping[str, Any], schedule: Schedule) -> dict[str, Any]:
+def _counted_settings(config: Config, plan: Plan) -> dict[str, Any]:
     """Returns the choices of what is open, beside what is given; nothing where the two don't fit together."""
     pipeline = config.pipeline
+    schedule = plan.schedule
+    assert isinstance(schedule, Schedule), "a checkpoint has the order itself"
     stages = len(schedule.placement) // pipeline.num_ranks
-    slices = chosen["slices"] if pipeline.slices is None else pipeline.slices
+    slices = [*plan.slices] if pipeline.slices is None else pipeline.slices
     num_slices = slices if isinstance(slices, int) else len(slices)
-    is_other = pipeline.partition not in ("auto", chosen["partition"])
+    is_other = pipeline.partition not in ("auto", [*plan.partition])
     if schedule.num_ranks != pipeline.num_ranks or schedule.num_slices != num_slices or is_other:
         return {}
     if pipeline.stages_per_rank not in (None, stages):
         return {}
-    settings: dict[str, Any] = {"slices": slices, "partition": chosen["partition"]}
-    recompute = chosen["recompute"]
-    memory = config.memory.model_copy(update={"recompute": recompute} if config.memory.recompute == "none" else {})
+    settings: dict[str, Any] = {"slices": slices, "partition": [*plan.partition]}
+    memory = config.memory
+    if memory.recompute == "none":
+        memory = memory.model_copy(update={"recompute": plan.recompute_setting})
     if pipeline.schedule is None:
         return settings | {"schedule": schedule, "memory": memory.model_copy(update={"num_flushes": 1})}
     if stages not in SCHEDULES[pipeline.schedule].stages_per_rank:
         return {}
     placement = make_schedule(pipeline.schedule, pipeline.num_ranks, 1, 1, stages).placement
     return settings | {"stages_per_rank": stages, "memory": memory} if schedule.placement == placement else {}
+
+
+def recorded_plan(chosen: Mapping[str, Any]) -> Plan:
+    """Returns the plan in a checkpoint's facts.
+
+    Older ones have its fields next to each other, and the degrees as a list.
+    """
+    if "plan" in chosen:
+        return Plan.load(chosen["plan"])
+    pipeline = {name: chosen[name] for name in ("schedule", "slices", "partition")}
+    degrees = Degrees(*chosen["degrees"])
+    memory = {"recompute": chosen["recompute"]}
+    return Plan.load({"pipeline": pipeline, "memory": memory, "parallel": degrees.settings})
 
 
 def chosen_facts(pipe: Pipeline, sequences: TrainingSequences, rates: StageRates | None) -> dict[str, Any] | None:
@@ -187,14 +209,12 @@ def chosen_facts(pipe: Pipeline, sequences: TrainingSequences, rates: StageRates
     recompute = pipe.layout.recompute
     if rates is None and not pipe.is_counted if is_by_step else pipe.is_tuning:
         return None
-    return {
-        "schedule": str(pipe.order),
-        "slices": pipe.order.num_slices if is_by_step else pipe.slices(sequences.seq_len),
-        "partition": [stage.stop - stage.start for stage in pipe.layout.layers],
-        "recompute": "none" if recompute is None else recompute.setting,
-        "degrees": pipe.degrees,
-        **({} if rates is None else {"rates": rates.to_json()}),
-    }
+    plan = Plan(**pipe.degrees.choices, recompute="none" if recompute is None else str(recompute.setting)).closed(
+        schedule=pipe.order,
+        slices=OPEN if is_by_step else tuple(pipe.slices(sequences.seq_len)),
+        partition=tuple(stage.stop - stage.start for stage in pipe.layout.layers),
+    )
+    return {"plan": plan.dump(), **({} if rates is None else {"rates": rates.to_json()})}
 
 
 def expected_batch(config: Config, sequences: TrainingSequences, progress: Progress) -> ExpectedBatch:
@@ -248,18 +268,17 @@ def _write(config: Config, plan: JointPlan, degrees: Degrees, rates: StageRates 
         part.write_text(f"{plan.schedule}\n", encoding="utf-8")
     predicted = {name: rounded(getattr(plan, name)) for name in ("seconds", "bound", "ideal")}
     size = "batch_size" if training.batch_tokens is None else "batch_tokens"
+    parallel = config.parallel
+    decided = Plan(**degrees.choices, data_parallel=parallel.data, shard=parallel.shard, offload=0.0).closed(
+        schedule=plan.schedule, slices=plan.slices, partition=plan.partition, recompute=plan.recompute
+    )
+    if rates is not None:  # by which each step is sliced anew
+        decided = replace(decided, slices=OPEN, num_microbatches=config.pipeline.num_microbatches)
+    sections = decided.dump(folder.planned_schedule.name)
+    sections["parallel"] = parallel.model_dump(mode="json", exclude_defaults=True) | sections["parallel"]
     settings = {
         "model": config.model.model_dump(mode="json", exclude_defaults=True),
-        "pipeline": {
-            "num_ranks": config.pipeline.num_ranks,
-            "num_microbatches": config.pipeline.num_microbatches,
-            "schedule": folder.planned_schedule.name,
-            "slices": list(plan.slices) if rates is None else len(plan.slices),
-            "partition": partition_setting(plan.partition),
-            "vocabulary": plan.head,
-        },
-        "memory": {"recompute": plan.recompute},
-        "parallel": {"data": 1, **config.parallel.model_dump(mode="json", exclude_defaults=True), **degrees.settings},
+        **sections,
         "training": {"seq_len": training.seq_len, size: getattr(training, size), "precision": training.precision},
         "plan": {"predicted": config.plan.predicted | predicted},
     }

@@ -175,7 +175,8 @@ def choose_pipeline(
         most = min(machine.devices_per_node, model_config.get_text_config().num_hidden_layers)
         reason = f"the run plans itself, as no plan could be made here ({problem})"
         return PipelineChoice({"pipeline": {"num_ranks": most}}, reason)
-    planned = plan_settings(fastest, {}, fastest.best.plan.schedule_name)
+    planned = plan_settings(fastest, {}, order="")
+    del planned["pipeline"]["vocabulary"]  # "whole", as named schedules have it
     sections: dict[str, type[Record]] = {"memory": Memory, "parallel": ParallelSection, "runtime": Runtime}
     changed = {name: _changed(section, planned.get(name, {})) for name, section in sections.items()}
     if not is_packed:

@@ -24,7 +24,7 @@ from slipstream.cost import (
 )
 from slipstream.errors import SlipstreamError
 from slipstream.planner.joint import JointProblem, spread_costs
-from slipstream.planner.plan import Plan
+from slipstream.planner.plan import ALLOWED, Plan
 from slipstream.planner.search.placed_partition import PlacedPartition
 from slipstream.planner.search.schedule_shape import ScheduleShape, cached_schedule, with_savings
 from slipstream.planner.search.stage_times import Slicing, StageTimes, part_times, stage_times
@@ -313,6 +313,7 @@ def evaluate(
     plan.check_closed("evaluate")
     plan.check()
     batch.check(plan)
+    _check_known(plan)
     bounds = unit_bounds(plan.partition, costs.num_layers, costs.units_per_layer)
     cut = PlacedPartition(costs, plan.placement, bounds, plan.vocabulary == "spread")
     return Evaluation(
@@ -324,6 +325,21 @@ def evaluate(
         state=state,
         host=host,
     )
+
+
+def _check_known(plan: Plan) -> None:
+    """Raises SlipstreamError for choices of a training whose costs aren't known."""
+    known = ALLOWED["recompute"]
+    if plan.recompute not in known:
+        raise SlipstreamError(
+            f"recompute={plan.recompute!r} can't be predicted: what it takes isn't known. Choose one of "
+            f"{', '.join(known)}."
+        )
+    if plan.vocabulary == "spread" and not isinstance(plan.schedule, Schedule):
+        raise SlipstreamError(
+            f"vocabulary='spread' can't be predicted with schedule={plan.schedule!r}: it is planned together with the "
+            "order. Give vocabulary='whole', or an order that spreads it (slipstream.schedule.spread_vocabulary)."
+        )
 
 
 def _actions(plan: Plan, cut: PlacedPartition) -> ActionArrays:
@@ -350,7 +366,7 @@ def head_times(plan: Plan, costs: Costs, state: StateBytes) -> dict[tuple[int, i
     """Returns the seconds of the actions of a head that is spread over the ranks of an order, by (stage, slice, op)."""
     if plan.vocabulary != "spread":
         return {}
-    assert isinstance(plan.schedule, Schedule), "named schedules have a whole head"
+    assert isinstance(plan.schedule, Schedule), "a search's named schedules have a whole head"
     problem = JointProblem(
         costs=costs,
         state=state,
