@@ -150,9 +150,9 @@ def measure_step(runtime: PipelineRuntime, share: float | None, seed: int, limit
     """Returns the seconds of a step's plan, and of its schedule's lowering, which ends in the thread that plans."""
     runtime.memory_limit.limit = limit
     began = time.process_time()
-    plan = runtime._plan_step(lengths_of_a_step(seed))
+    plan = runtime.plans.find(lengths_of_a_step(seed))
     planned = time.process_time()
-    runtime._check_and_lay_out(plan.schedule)
+    runtime.plans.check_and_lay_out(plan.schedule)
     row = {"limit over what is held without": share, "batch": seed, "actions": sum(map(len, plan.schedule.actions))}
     seconds = {"seconds of the plan": planned - began, "seconds of lowering": time.process_time() - planned}
     return row | seconds | {"step seconds": plan.seconds}
@@ -164,12 +164,12 @@ def steps() -> None:
     options: dict[str, Any] = {"schedule": "auto", "slices": "auto", "num_ranks": 8, "memory": Memory(limit=1e15)}
     pipe = Pipeline.from_config(config, runtime=Runtime(self_check=False), **options)
     runtime = pipe._runtime
-    runtime.memory_limit.prepare_rows(runtime.settings.splits)
-    runtime._plan_step(lengths_of_a_step(0))  # loads what is compiled
+    runtime.memory_limit.prepare_rows(runtime.plans.settings.splits)
+    runtime.plans.find(lengths_of_a_step(0))  # loads what is compiled
     rows = []
     for share in few([None, 1.5, 0.9, 0.7, 0.5]):
         for seed in range(1, 6):
-            held = max(runtime.memory_limit._held_with(runtime._plan_step(lengths_of_a_step(seed))))
+            held = max(runtime.memory_limit._held_with(runtime.plans.find(lengths_of_a_step(seed))))
             rows.append(measure_step(runtime, share, seed, 1e15 if share is None else share * held))
             runtime.memory_limit.limit = 1e15
         own = [row["seconds of the plan"] for row in rows[-5:]]

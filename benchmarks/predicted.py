@@ -67,7 +67,7 @@ def compare(
     measured: defaultdict[str, list[float]] = defaultdict(list)
     for index in range(WARM_UPS + ROUNDS):
         for name, schedule in [*((f"timed {k}", s) for k, s in enumerate(references)), *schedules.items()]:
-            pipe._runtime.settings.schedule = schedule
+            pipe._runtime.plans.settings.schedule = schedule
             for parameter in pipe.parameters():
                 parameter.grad = None
             dist.barrier()

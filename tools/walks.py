@@ -98,7 +98,7 @@ WALKS = {
             "pipeline/pipeline.py:Pipeline.step",
             "pipeline/batch.py:given_batch",
             "pipeline/runtime.py:PipelineRuntime.step",
-            "pipeline/planning/step_settings.py:StepSettings.microbatches",
+            "pipeline/step_plans.py:StepPlans.plan_to_train",
             "pipeline/families/causal_lm.py:CausalLMFamily.split",
             "pipeline/cut_batch.py:cut_batch",
             "pipeline/agreement.py:BatchAgreement.agree",

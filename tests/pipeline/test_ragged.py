@@ -231,7 +231,7 @@ def test_steps_of_any_shape_follow_each_other() -> None:
     assert pipe.evaluate(rows, rows) == pytest.approx(float(loss), rel=1e-9)
     for longest in range(10, 20):
         pipe.prepare([5, longest])
-    assert len(pipe._runtime.step_planning._waiting) == 4
+    assert len(pipe._runtime.plans.of_lengths._waiting) == 4
 
 
 def test_a_plan_that_can_not_be_made_is_refused_by_its_step() -> None:

@@ -111,7 +111,7 @@ class PipelineFacts:
     @property
     def plan(self) -> JointPlan | None:
         """The plan of schedule, slices and partition, where all were "auto"; `plan.table()` has the comparison."""
-        return self._runtime.plan
+        return self._runtime.planned.plan
 
     @property
     def how_planned(self) -> str:
@@ -123,18 +123,18 @@ class PipelineFacts:
     def rates(self) -> StageRates | None:
         """The stages' rates, by which steps on sequences of different lengths are planned: in seconds where it was
         measured, else in multiplications. None for an nn.Sequential."""
-        return self._runtime.rates
+        return self._runtime.plans.rates
 
     @property
     def is_tuning(self) -> bool:
         """Whether "auto" is still to be planned: the next step may run in another order or in other slices."""
-        settings = self._runtime.settings
+        settings = self._runtime.plans.settings
         return settings.is_tuning and not settings.is_counted
 
     @property
     def is_counted(self) -> bool:
         """Whether what nobody gave was planned by counted operations."""
-        return self._runtime.counted is not None
+        return self._runtime.planned.counted is not None
 
     @property
     def layout(self) -> StageLayout:
@@ -192,7 +192,7 @@ class PipelineFacts:
     def slices(self, length: int) -> list[int]:
         """Returns the tokens of each slice of a sequence of `length` tokens, as the next step cuts it; with
         `microbatches`, in the one with the most slices."""
-        return self._runtime.settings.lengths(length)
+        return self._runtime.plans.settings.lengths(length)
 
     def timeline(self) -> Timeline:
         """Returns the timeline of the last step or evaluation, in seconds, on all ranks. Collective."""
@@ -239,7 +239,7 @@ def _layers(runtime: PipelineRuntime) -> str:
 
 
 def _schedule(runtime: PipelineRuntime) -> str:
-    layout, settings = runtime.layout, runtime.settings
+    layout, settings = runtime.layout, runtime.plans.settings
     num_microbatches = layout.order.num_microbatches
     microbatches = plural(num_microbatches, "microbatch")
     slices = settings.slices if isinstance(settings.slices, int) else numbers_text(settings.slices)
@@ -250,9 +250,9 @@ def _schedule(runtime: PipelineRuntime) -> str:
 
 def _plan(runtime: PipelineRuntime) -> str:
     """Returns the line about what is planned without measuring, or why it isn't; "" where all is given."""
-    if runtime.counted is not None:
-        return str(runtime.counted)
-    return f"as usual, for nothing is planned: {runtime.unplanned}" if runtime.unplanned else ""
+    if runtime.planned.counted is not None:
+        return str(runtime.planned.counted)
+    return f"as usual, for nothing is planned: {runtime.planned.unplanned}" if runtime.planned.unplanned else ""
 
 
 def _mesh(runtime: PipelineRuntime) -> str:

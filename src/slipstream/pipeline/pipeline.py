@@ -240,7 +240,7 @@ class Pipeline(PipelineEvaluation, PipelineSaving):
         """Starts to plan a step on sequences of these lengths, in tokens, and returns at once; `step` on such sequences
         then finds its plan. Call it before the step before, on every rank; where it isn't called, and with a memory
         limit before the first step, `step` plans."""
-        self._runtime.prepare([int(length) for length in lengths])
+        self._runtime.plans.prepare([int(length) for length in lengths])
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields the parameters that this rank's optimizer updates, under the unsplit model's names, each once: with tp

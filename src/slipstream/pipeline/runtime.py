@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -40,22 +40,12 @@ from slipstream.pipeline.families.stage_layout import check_frozen, count_frozen
 from slipstream.pipeline.gathered_state import gather_state
 from slipstream.pipeline.memory import MemoryLimit, RehearsedStep
 from slipstream.pipeline.parameters import Parameters
-from slipstream.pipeline.pipeline_options import ExpectedBatch, PipelineOptions, SequenceLoss
-from slipstream.pipeline.planning import (
-    CountedPlans,
-    FirstSteps,
-    HeldBytes,
-    StepSettings,
-    is_counted,
-    with_plan,
-    with_stages,
-    with_usual,
-)
-from slipstream.pipeline.step_planning import DifferentLengthsError, StepPlanning
+from slipstream.pipeline.pipeline_options import PipelineOptions, SequenceLoss
+from slipstream.pipeline.planned_options import PlannedOptions
+from slipstream.pipeline.step_plans import StepPlans
 from slipstream.pipeline.token_values import Rows
 from slipstream.pipeline.weight_source import WeightSource, in_memory
-from slipstream.planner.joint import JointPlan, OutOfMemoryError
-from slipstream.planner.ragged import StageRates, StepPlan
+from slipstream.planner.ragged import StepPlan
 from slipstream.schedule import Schedule, far_channels, send_windows
 from slipstream.timeline import Timeline
 from slipstream.watchdog import board, watchdog_paused
@@ -88,18 +78,13 @@ class PipelineRuntime:
         with watchdog_paused("loading and checking the model"):
             self.family = _family_of(model, options, self.ranks, self.device)
         num_ranks = self.ranks.count(options.num_ranks, options.schedule)
-        self.plan: JointPlan | None = None
-        self._given_rates: StageRates | None = options.rates
         self.has_own_loss = options.loss_fn is not None
         self.has_sequence_loss = isinstance(options.loss_fn, SequenceLoss)
         self._adds_router_loss = options.router_loss != "none"
-        options = self.family.completed(options)
-        if (num_ranks > 1 or isinstance(options.seq_len, ExpectedBatch)) and self.family.is_open(options):
-            options = self._plan_start(options, num_ranks)
+        self.planned = PlannedOptions.of(self.family, options, num_ranks)
+        options = self.planned.options
+        self.layout = self.planned.layout  # of the next step
         self._has_limit = options.memory.limit is not None
-        self.counted: CountedPlans | None = None
-        self.unplanned = ""  # why what is open is as usual
-        options, self.settings, self.layout = self._settled(options, num_ranks)  # the layout is of the next step
         self._recomputes = options.memory.recompute != "none"
 
         # 3. The stages of this process, and their parameters.
@@ -117,11 +102,12 @@ class PipelineRuntime:
         num_frozen = count_frozen(self.stages, self.ranks, self.layout.order)
         # Their backwards are left out, but not where "auto" measures them, nor of a schedule whose messages are given,
         # nor where gradients go past stages.
-        is_timed = self.settings.reorders and not self.settings.is_counted
+        settings = self.planned.settings
+        is_timed = settings.reorders and not settings.is_counted
         keeps_all = is_timed or self.layout.order.is_lowered or self.layout.spreads_embedding
         if self.family.leaves_out_frozen and not keeps_all:
             self.layout = replace(self.layout, num_frozen_stages=num_frozen)
-        self._laid_out = lru_cache(_MOST_LAYOUTS)(partial(_with_order, self.layout))
+        lay_out = lru_cache(_MOST_LAYOUTS)(partial(_with_order, self.layout))
         holders = self.family.weight_holders(self.layout) if self.ranks.pipeline.size > 1 else {}
         self.parameters = Parameters(self.stages, self.ranks, self.tensor_parallel, holders, options)
 
@@ -144,62 +130,30 @@ class PipelineRuntime:
 
         # 5. The memory limit, and the planner of steps.
         records = self.graphs is not None and self.graphs.may_record  # on all ranks alike
-        parts = self.ranks, self.family, self.layout, self._laid_out, self._rehearsal(), self.device
-        self.memory_limit = MemoryLimit(options.memory.limit, records, *parts)
-        find, lay_out, fits = self._plan_step, self._check_and_lay_out, self.memory_limit.fits
-        rules = options.num_microbatches > 1, not self.has_own_loss
-        self.step_planning = StepPlanning(
-            find, self.settings.schedule_for, lay_out, fits, self.ranks, self.calls, *rules
+        self.memory_limit = MemoryLimit(
+            options.memory.limit,
+            records,
+            self.ranks,
+            self.family,
+            self.layout,
+            lay_out,
+            self._rehearsal(),
+            self.device,
         )
-        self._first_steps = FirstSteps(self.settings, self.ranks, self._measured_rates, options.memory.limit)
+        self.plans = StepPlans(
+            self.planned,
+            self.layout,
+            self.family,
+            self.ranks,
+            self.calls,
+            self._agreement,
+            lay_out,
+            self.memory_limit,
+            self._cut,
+        )
         # The seed, and the steps so far.
         self.random_state: tuple[int, int] = self.ranks.run_on_leader(torch.initial_seed), 0
         self.last_step = ExecutedStep(self.layout, [])
-
-    def _plan_start(self, options: PipelineOptions, num_ranks: int) -> PipelineOptions:
-        """Returns the options with the choices of a plan from measured costs; without one, where they can't be
-        measured, order and slices stay open until steps ran. Collective.
-
-        Raises OutOfMemoryError where nothing fits the memory limit.
-        """
-        expected = options.expected
-        say = _log.info if expected is None or expected.say is None else expected.say
-        try:
-            with watchdog_paused("measuring what layers cost"):
-                self.plan, self._given_rates = self.family.plan(num_ranks, say)
-        except OutOfMemoryError:
-            raise
-        except SlipstreamError as error:
-            say(f"no plan can be made before the first step: {error}")
-            return options
-        options = with_plan(options, self.plan)
-        self.family.adopt(options)
-        return options
-
-    def _settled(self, options: PipelineOptions, num_ranks: int) -> tuple[PipelineOptions, StepSettings, StageLayout]:
-        """Returns the options with the stages of a plan by counted operations where some of it is open, the settings of
-        the next step, and the layout; as usual where no plan can be made. Collective."""
-        if num_ranks > 1 and is_counted(options):
-            try:
-                with watchdog_paused("planning by counted operations"):
-                    self.counted = self.family.counted_plans(options, num_ranks)
-                    stages = self.counted.plan_stages()
-                return self._laid_out_by(with_stages(options, stages), num_ranks)
-            except SlipstreamError as error:
-                self.counted, self.unplanned = None, str(error)
-        return self._laid_out_by(with_usual(options), num_ranks)
-
-    def _laid_out_by(
-        self, options: PipelineOptions, num_ranks: int
-    ) -> tuple[PipelineOptions, StepSettings, StageLayout]:
-        self.family.adopt(options)
-        is_counted_here = self.counted is not None
-        settings = StepSettings(
-            options, num_ranks, self.family.default_slices, self.family.compiled, is_counted=is_counted_here
-        )
-        if self.counted is not None:
-            self.counted.begin(settings)
-        return options, settings, self.family.lay_out(settings.schedule, settings.slices)
 
     def _connected(self) -> Transport:
         """Returns the transport between the ranks. Collective."""
@@ -250,14 +204,14 @@ class PipelineRuntime:
 
         # 1. Plan which sequences are in each microbatch, in which slices, and the order of their actions.
         needs_targets = num_targets is None
-        planned = self._plan_to_train(whole, plan, needs_targets)
+        planned = self.plans.plan_to_train(whole, plan, needs_targets)
 
         # 2. Cut the batch into what these actions run on.
         batch = self._cut(whole, planned, needs_targets, has_backward=True, loss_scale=loss_scale)
         self._adopt(planned.layout)
         if self._has_limit:
             lengths = whole.token_counts if whole.is_ragged else ()
-            self.memory_limit.check(self._to_rehearse(whole, planned, batch), lengths)
+            self.memory_limit.check(self.plans.to_rehearse(whole, planned, batch), lengths)
         batch = replace(batch, loss_scale=loss_scale, num_targets=checked_num_targets(batch, num_targets))
         if self._adds_router_loss:
             batch = batch.with_loss_shares()
@@ -276,51 +230,9 @@ class PipelineRuntime:
         self.parameters.end(self._divisor.of_gradients)
         self.family.end_step()
         self.random_state = seed, num_steps + 1
-        if self._first_steps.listens and not whole.is_ragged:
-            self._first_steps.observe(self._timeline())
+        if self.plans.first_steps.listens and not whole.is_ragged:
+            self.plans.first_steps.observe(self._timeline())
         return StepLoss.of(loss)
-
-    def _plan_to_train(self, whole: Batch, given: StepPlan | None, needs_targets: bool) -> ExecutedStep:
-        """Returns what the next step runs, once its open settings are planned. Collective."""
-        if whole.is_ragged:
-            # The ranks exchange the memory of rows before they plan.
-            if not self.memory_limit.knows_lengths:
-                self.calls.start((), of_list=True)
-                self.calls.finish()
-            self.memory_limit.prepare_rows(self.settings.splits)
-        planned = self._plan(whole, given)
-        if not self.settings.is_tuning:
-            return planned
-
-        # No rank plans for a batch that another refuses.
-        self._cut(whole, planned, needs_targets, has_backward=True)
-
-        def holds() -> HeldBytes:
-            return self.memory_limit.peak_memory_of(self._rehearsed(whole, needs_targets))
-
-        with watchdog_paused("planning the first step"):
-            most_rows = max(microbatch.num_sequences for microbatch in planned.microbatches)
-            length = sum(planned.microbatches[0].slices)
-            if self.counted is not None and not self._has_limit:
-                self.counted.plan_rows(self.settings, length, most_rows)
-            else:
-                self._first_steps.begin(length, most_rows, holds)
-        return self._plan(whole)
-
-    def _plan(self, whole: Batch, given: StepPlan | None = None) -> ExecutedStep:
-        """Returns the microbatches and the layout that the settings have for a batch. Collective for sequences of
-        different lengths, which are planned."""
-        groups: Sequence[Sequence[int]] = ()
-        if whole.is_ragged:
-            plan = self._plan_sequences(whole, given)
-            microbatches, groups, order = plan.microbatches, plan.groups, plan.schedule
-        else:
-            with self._agreement.telling_refusals():
-                microbatches = self.settings.microbatches(self.family.lengths(whole))
-            order = self.settings.schedule
-        self.settings.is_resting = whole.is_ragged
-        layout = self.layout if order is self.layout.order else self._laid_out(order)
-        return ExecutedStep(layout, microbatches, groups)
 
     def _trains_here(self) -> bool:
         """Returns whether a parameter of this process's stages is trained now."""
@@ -361,14 +273,6 @@ class PipelineRuntime:
             assert axis.part_of is not None
             batch = axis.part_of(batch, group.rank, group.size)
         return batch  # type: ignore[no-any-return]
-
-    def _plan_sequences(self, whole: Batch, given: StepPlan | None) -> StepPlan:
-        """Returns the plan for sequences of different lengths. Collective."""
-        try:
-            return self.step_planning.take(lambda: self.family.planned_lengths(self.family.lengths(whole)), given)
-        except DifferentLengthsError:
-            self._agreement.compare(whole)  # raises, and names the ranks
-            raise
 
     def _run(self, schedule: Schedule, batch: SplitBatch) -> Tensor:
         """Returns the global mean loss of a step or an evaluation. The batch may be refused before anything is sent.
@@ -414,7 +318,7 @@ class PipelineRuntime:
     def cut_to_evaluate(self, whole: Batch, plan: StepPlan | None = None, needs_targets: bool = True) -> SplitBatch:
         """Returns the batch as an evaluation cuts it; where it needs no targets, also one in which none counts.
         Collective. `plan` is for sequences of different lengths alone."""
-        planned = self._plan(whole, plan)
+        planned = self.plans.plan_for(whole, plan)
         batch = self._cut(whole, planned, needs_targets)
         self._adopt(planned.layout)
         self.parameters.publish()
@@ -499,50 +403,9 @@ class PipelineRuntime:
     def rehearsed_step(self, whole: Batch) -> RehearsedStep:
         """Returns the next step for a rehearsal, were it on this batch. Collective."""
         self.calls.name = "memory_table"
-        step = self._rehearsed(whole)
+        step = self.plans.rehearsed(whole)
         self._agreement.finish()
         return step
-
-    def prepare(self, lengths: Sequence[int]) -> None:
-        """Starts to plan a step in a thread; with a memory limit, only once a step has rehearsed some rows."""
-        if self.memory_limit.knows_lengths:
-            self.step_planning.prepare(self.family.planned_lengths(lengths))
-
-    @cached_property
-    def rates(self) -> StageRates | None:
-        """The stages' rates: as given or measured for the plan, else by their multiplications."""
-        return self.family.rates(self.layout) if self._given_rates is None else self._given_rates
-
-    def _measured_rates(self, length: int, num_rows: int) -> StageRates | None:
-        """Returns the stages' rates on rows of so many tokens, so many in a microbatch; None where that can't be
-        measured beside the model. Collective."""
-        if self._given_rates is not None:
-            return self._given_rates.of_rows(num_rows)
-        if self.counted is not None:
-            return self.counted.rates(length, num_rows)
-        return self.family.measured_rates(self.layout, length, num_rows, _log.info)
-
-    def _plan_step(self, lengths: Sequence[int]) -> StepPlan:
-        is_by_cost = self._given_rates is not None or not self.settings.is_given
-        if is_by_cost and self.rates is not None:
-            return self.memory_limit.find_plan(self.settings.step_problem(tuple(lengths), self.rates))
-        groups = self.family.groups(lengths, self.settings.schedule.num_microbatches)
-        return self.settings.plan_step(lengths, groups)
-
-    def _check_and_lay_out(self, schedule: Schedule) -> None:
-        self.settings.check(schedule)
-        self._laid_out(schedule)
-
-    def _rehearsed(self, whole: Batch, needs_targets: bool = True) -> RehearsedStep:
-        """Returns the next step for a rehearsal, were it on this batch, and begins to compare the ranks' batches.
-        Collective."""
-        planned = self._plan(whole)
-        return self._to_rehearse(whole, planned, self._cut(whole, planned, needs_targets))
-
-    def _to_rehearse(self, whole: Batch, planned: ExecutedStep, batch: SplitBatch) -> RehearsedStep:
-        are_alike = self.settings.are_microbatches_alike and not whole.is_ragged
-        chosen = planned.microbatches[:1] if are_alike else planned.microbatches
-        return self.memory_limit.rehearsed(planned.layout, batch, chosen)
 
     def _adopt(self, layout: StageLayout) -> None:
         """Lets messages be those of this layout, whose placement is that of the one before."""

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, NamedTuple
 
 from slipstream.errors import SlipstreamError
 from slipstream.parallel import Ranks
 from slipstream.pipeline.pipeline_options import PipelineOptions
+from slipstream.pipeline.planning.step_settings import StepSettings, usual_order
 from slipstream.planner.joint import (
     JointPlan,
     JointProblem,
@@ -32,13 +32,9 @@ from slipstream.schedule import (
     USUAL_SCHEDULE,
     USUAL_SLICES,
     Schedule,
-    fewest_stages,
     slice_lengths,
 )
 from slipstream.units import numbers_text, plural
-
-if TYPE_CHECKING:
-    from slipstream.pipeline.planning.step_settings import StepSettings
 
 NOMINAL_LENGTH = 4096
 """The tokens of a sequence for which stages are cut where nobody says how long rows are, or as many as the model takes:
@@ -51,7 +47,6 @@ _EFFORT, _MOST_EFFORT = 9e4, 5e5  # of the search: for each microbatch on each r
 _MANY = 4
 _NAMED = ("1f1b", "zb-v", "interleaved-1f1b")  # the last where the others have other stages
 _RECOMPUTED = ("none", "full", "stage", "stage+full")  # whose times are known
-ROW_EFFORT = 0.05  # of a measured row plan's
 
 Problem = Callable[[int, int], JointProblem]  # of rows of so many tokens, so many in a microbatch
 
@@ -66,19 +61,6 @@ def is_counted(options: PipelineOptions) -> bool:
         return False
     may_have_several = schedule in SCHEDULES and len(SCHEDULES[schedule].stages_per_rank) > 1
     return schedule is None or options.slices is None or (options.stages_per_rank is None and may_have_several)
-
-
-class UsualOrder(NamedTuple):
-    """The order, and the stages of each rank, that are given or else usual."""
-
-    schedule: str | Schedule
-    stages_per_rank: int
-
-
-def usual_order(options: PipelineOptions) -> UsualOrder:
-    schedule = USUAL_SCHEDULE if options.schedule is None else options.schedule
-    stages = fewest_stages(schedule) if options.stages_per_rank is None else options.stages_per_rank
-    return UsualOrder(schedule, stages)
 
 
 def with_usual(options: PipelineOptions) -> PipelineOptions:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from slipstream.cost import partition_of
 from slipstream.errors import SlipstreamError
 from slipstream.pipeline.cut_batch import even_microbatches
 from slipstream.pipeline.pipeline_options import PipelineOptions
-from slipstream.pipeline.planning.counted_plans import ROW_EFFORT, usual_order
 from slipstream.planner.joint import JointProblem, granularity_for
 from slipstream.planner.plan import OPEN, Plan
 from slipstream.planner.ragged import StageRates, StepPlan, StepProblem
 from slipstream.schedule import (
     AUTOMATIC,
+    USUAL_SCHEDULE,
     USUAL_SLICES,
     Op,
     Schedule,
@@ -21,6 +22,7 @@ from slipstream.schedule import (
     SlicedMicrobatch,
     check_microbatches,
     check_name,
+    fewest_stages,
     in_flushes,
     join_backwards,
     make_schedule,
@@ -29,8 +31,22 @@ from slipstream.schedule import (
     split_backwards,
 )
 
-_EFFORT = 2e7  # of the search for rows of one length, a few seconds
+# Of the search for rows of one length: a few seconds, and without measuring a fraction of one.
+_EFFORT, _COUNTED_EFFORT = 2e7, 1e6
 _MOST_RAGGED = 32  # schedules for batches of different lengths that are kept
+
+
+class UsualOrder(NamedTuple):
+    """The order, and the stages of each rank, that are given or else usual."""
+
+    schedule: str | Schedule
+    stages_per_rank: int
+
+
+def usual_order(options: PipelineOptions) -> UsualOrder:
+    schedule = USUAL_SCHEDULE if options.schedule is None else options.schedule
+    stages = fewest_stages(schedule) if options.stages_per_rank is None else options.stages_per_rank
+    return UsualOrder(schedule, stages)
 
 
 class StepSettings:
@@ -88,8 +104,6 @@ class StepSettings:
                 "of one with the same stages, or leave them out."
             )
         self._compiled = tuple(compiled)
-        self._asked: tuple[object, ...] = ()  # from which the microbatches were formed last
-        self._even: list[SlicedMicrobatch] = []
         self._unplanned = self.schedule, self.slices
         self.is_planned = False
         self.is_resting = False
@@ -117,7 +131,7 @@ class StepSettings:
             num_microbatches=self._num_in_flush,
             granularity=granularity_for(length),
             split=self.splits,
-            effort=(ROW_EFFORT if self.is_counted else 1.0) * _EFFORT,
+            effort=_COUNTED_EFFORT if self.is_counted else _EFFORT,
             given=given,
         )
 
@@ -170,11 +184,7 @@ class StepSettings:
             return [*self._given]
         if self._reslices and length < self._count and (self.is_counted or not self.is_planned):
             self.run(self._named(self._num_in_flush, length), (1,) * length, self.is_planned)
-        asked = num_rows, length, self.schedule.num_microbatches, self.slices
-        if asked != self._asked:
-            self._asked = asked
-            self._even = even_microbatches(num_rows, self.schedule.num_microbatches, self.lengths(length))
-        return self._even
+        return even_microbatches(num_rows, self.schedule.num_microbatches, self.lengths(length))
 
     def step_problem(self, lengths: tuple[int, ...], rates: StageRates) -> StepProblem:
         """Returns the problem of a plan for sequences of these lengths: settings by a name or a number are kept.
