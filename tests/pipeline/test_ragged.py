@@ -308,6 +308,23 @@ def test_the_largest_group_is_as_small_as_it_can_be(lengths: list[int], data: st
     assert max(sum(lengths[row] for row in group) for group in groups) == min(sizes)
 
 
+def test_a_step_that_is_only_rehearsed_or_refused_leaves_the_next_one_alone() -> None:
+    pipe = pipe_of("gpt2", num_ranks=2, slices=3, num_microbatches=2)
+    lists, rows = batch_of([30, 20, 9]), tokens(batch=2, length=LENGTH)
+    pipe.step(*lists)
+    layout, ran = pipe.layout, pipe.last_step
+    pipe.memory_table(rows, rows)
+    with refused("num_targets=1, but 46 targets"):
+        pipe.step(rows, rows, num_targets=1)
+    with refused("torch.no_grad() would give no gradients"), torch.no_grad():
+        pipe.step(rows, rows)
+    assert (pipe.layout, pipe.last_step) == (layout, ran)
+    pipe.step(rows, rows)
+    assert pipe.layout is not layout
+    assert pipe.last_step.layout is pipe.layout
+    assert len(pipe.last_step.microbatches) == 2
+
+
 # --- within a memory limit --------------------------------------------------------------------------------------------
 
 

@@ -208,16 +208,16 @@ class PipelineRuntime:
 
         # 2. Cut the batch into what these actions run on.
         batch = self._cut(whole, planned, needs_targets, has_backward=True, loss_scale=loss_scale)
-        self._adopt(planned.layout)
         if self._has_limit:
             lengths = whole.token_counts if whole.is_ragged else ()
             self.memory_limit.check(self.plans.to_rehearse(whole, planned, batch), lengths)
         batch = replace(batch, loss_scale=loss_scale, num_targets=checked_num_targets(batch, num_targets))
         if self._adds_router_loss:
             batch = batch.with_loss_shares()
-        self.last_step = planned._replace(groups=batch.groups)
 
         # 3. Run all actions of this process's ranks, with gradients of earlier steps set aside.
+        self._adopt(planned.layout)
+        self.last_step = planned._replace(groups=batch.groups)
         self.parameters.publish()
         self.parameters.begin(loss_scale, self._divisor.may_be_own)
         self.family.begin_step()
