@@ -4,9 +4,9 @@
     python -m benchmarks.all_peers --page    # writes the README's table from that record
 
 Every contender computes the same loss and gradients of the benchmarks' Llama, in the same rounds: Slipstream, which
-plans itself or shares every sequence (cp=2), PyTorch's pipelines with a microbatch for each sequence, two replicas,
-context parallelism by torch alone (tokens are exchanged for heads in attention), and ZeRO-3. A way that can't divide
-one sequence is left out there.
+plans itself by measured costs or, with nothing given, by counted operations, or shares every sequence (cp=2),
+PyTorch's pipelines with a microbatch for each sequence, two replicas, context parallelism by torch alone (tokens are
+exchanged for heads in attention), and ZeRO-3. A way that can't divide one sequence is left out there.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ NAME = "all_peers"
 README = Path(__file__).parents[1] / "README.md"
 CASES = [(1, 2048), (1, 4096), (4, 1024), (8, 1024)]  # sequences, tokens of each
 OURS, SHARED, ONE, PEER = "Slipstream", "Slipstream, cp=2", "one process", "context parallelism"
+COUNTED = "Slipstream, unmeasured"  # nothing is given but the microbatches, and nothing is "auto"
 BEGIN, END = "<!-- from benchmarks/results/all_peers.json -->", "<!-- end -->"
 _SHOWN = {f"torch {name}": f"PyTorch's {name}" for name in SCHEDULES}
 
@@ -55,7 +56,12 @@ def long_contenders(sequences: int, length: int) -> list[Contender]:
 def contenders_of(sequences: int, length: int) -> list[Contender]:
     """Returns every way that can run this many sequences on two processes."""
     case = model_config(length), sequences, length
-    found = [*long_contenders(sequences, length), Contender(ONE, Unsliced, *case, num_processes=1)]
+    counted = {"seq_len": None, "num_microbatches": sequences}
+    found = [
+        *long_contenders(sequences, length),
+        Contender(COUNTED, Ours, *case, counted),
+        Contender(ONE, Unsliced, *case, num_processes=1),
+    ]
     for name in SCHEDULES:
         if sequences > 1 or name != "1f1b":  # which refuses a single microbatch on two stages
             found.append(Contender(f"torch {name}", Peer, name, sequences, sequences, length))
@@ -78,6 +84,8 @@ def compare(contenders: Sequence[Contender], sequences: int, length: int, rounds
         "peak_memory": {each.name: each.peak_memory() for each in contenders},
         "losses": {each.name: each.losses for each in contenders},
     }
+    if COUNTED in row["medians"]:
+        row["of auto"] = row["medians"][OURS] / row["medians"][COUNTED]
     for each in contenders:
         each.close()
     losses = [loss for found in row["losses"].values() for loss in found]

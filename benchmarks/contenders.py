@@ -203,7 +203,8 @@ class Ours:
 
     def __init__(self, config: PretrainedConfig, batch: int, length: int, settings: Mapping[str, Any]) -> None:
         given = dict(settings) | ({"mesh": make_mesh(**settings["mesh"])} if "mesh" in settings else {})
-        self.pipe = Pipeline.from_config(config, runtime=Runtime(self_check=False), seq_len=length, **given)
+        given = {"seq_len": length} | given
+        self.pipe = Pipeline.from_config(config, runtime=Runtime(self_check=False), **given)
         self.inputs = tokens(config, batch, length).chunk(self.pipe.num_replicas)[self.pipe.replica]
         while self.pipe.is_tuning:
             self._step_anew()
