@@ -58,15 +58,18 @@ class Pipeline(PipelineEvaluation, PipelineSaving):
         schedule: a name (see `slipstream.schedule.SCHEDULES`); "auto": the best order that is found, by measured
             costs, before the first step or, where these can't be had, after a few; "auto-v": the same in a V-shaped
             placement, where each rank has two stages and the first rank the first and the last; or a Schedule, which
-            says how many microbatches, slices and stages there are.
+            says how many microbatches, slices and stages there are. Default: planned by counted operations, as slices,
+            partition and stages_per_rank are where they are left out; 1f1b for one rank (see docs/auto.md).
         num_microbatches: the number of parts into which the rows of a batch are divided.
         slices: the number of token slices of a sequence, their lengths in tokens, or "auto": those that are
-            found as the order is. Default: 8; of an nn.Sequential 1, or any number for its layers after `CutTokens`.
+            found as the order is, by measured costs. Default: planned, or 8 for one rank; of an nn.Sequential 1, or
+            any number for its layers after `CutTokens`.
         partition: layers per stage, such as [4.5, 3.5]: .5 ends a stage between a layer's attention and its
-            feed-forward half, 0 at an end makes the embedding or the head a stage by itself. Or "auto": by the
-            multiplications of each layer and of the head; in halves where that makes the slowest rank at least 3%
-            cheaper.
+            feed-forward half, 0 at an end makes the embedding or the head a stage by itself. Or "auto": as planned
+            where the order or the slices are; else by the multiplications of each layer and of the head, in halves
+            where that makes the slowest rank at least 3% cheaper.
         stages_per_rank: how many stages a schedule by name puts on a rank (v): more than 1 where it interleaves.
+            Default: planned.
         seq_len: tokens of a sequence, from which partition="auto" knows attention's cost. Without it, and without
             the slices' lengths, it counts weights alone. Sequences of other lengths are fine. With it, and schedule,
             slices and partition "auto", all three are planned from measured costs (see `plan`): for one sequence in a
