@@ -23,7 +23,7 @@ from slipstream.pipeline.planning import StartRequest, is_free
 from slipstream.profile.cost_cache import CostCache
 from slipstream.train.config.config_values import parse_config
 from slipstream.train.data import PackedSequences, TokenisedText
-from slipstream.train.recorded_plan import chosen_facts, chosen_settings, plan_obstacle, recorded_plan
+from slipstream.train.recorded_plan import chosen_facts, chosen_settings, is_counted_open, plan_obstacle, recorded_plan
 from support.architectures import llama
 from support.forked import run_alone, slipstream_command
 from support.parameters import first_of
@@ -65,9 +65,11 @@ def test_what_is_not_named_is_left_to_a_plan() -> None:
     ],
     ids=str,
 )
-def test_naming_one_of_them_leaves_the_others_at_their_defaults(sections: dict[str, Any]) -> None:
-    pipeline = parse_config(with_section(**sections)).pipeline
-    assert (pipeline.schedule, pipeline.slices) == ("1f1b", 8)
+def test_naming_one_of_them_leaves_the_others_to_counted_operations(sections: dict[str, Any]) -> None:
+    config = parse_config(with_section(**sections))
+    named = sections.get("pipeline", {})
+    assert (config.pipeline.schedule, config.pipeline.slices) == (named.get("schedule"), named.get("slices"))
+    assert is_counted_open(config) == (config.pipeline.num_ranks > 1)
 
 
 @pytest.mark.parametrize(
@@ -79,10 +81,11 @@ def test_naming_one_of_them_leaves_the_others_at_their_defaults(sections: dict[s
         ({"pipeline": {"schedule": "gpipe", "slices": 2}}, ""),
         ({"pipeline": {"schedule": "auto", "slices": "auto", "partition": "auto"}}, ""),
         ({"data": {"packing": "none"}}, ""),
+        ({"pipeline": {"schedule": "auto"}}, ""),
         (
             {"data": {"packing": "none"}, "pipeline": {"slices": 4}},
             "pipeline.slices=4 is given, so the run plans each step by multiplications, not by measured times: "
-            "schedule=1f1b, slices=4, partition=auto. Leave it out for a plan.",
+            "slices=4, partition=auto. Leave it out for a plan.",
         ),
         (
             {"data": {"packing": "none"}, "pipeline": {"num_ranks": 2, "schedule": "1f1b", "slices": 4}},
@@ -91,8 +94,9 @@ def test_naming_one_of_them_leaves_the_others_at_their_defaults(sections: dict[s
         ),
         (
             {"memory": {"recompute": "full"}},
-            "memory.recompute=full is given, so the run plans nothing before its first step: schedule=1f1b, slices=8, "
-            "partition=auto. Leave it out for a plan.",
+            "memory.recompute=full is given, so the run measures nothing: what is left open (schedule, slices, "
+            "partition, stages_per_rank) is planned by counted operations. Leave it out for a plan from measured "
+            "costs.",
         ),
         (
             {"pipeline": {"schedule": "auto", "slices": 4}, "memory": {"offload": 0.5}},
@@ -100,14 +104,9 @@ def test_naming_one_of_them_leaves_the_others_at_their_defaults(sections: dict[s
             "schedule=auto, slices=4, partition=auto. Leave them out for a plan.",
         ),
         (
-            {"pipeline": {"schedule": "auto"}},
-            "pipeline.schedule=auto is given, so the run plans nothing before its first step: schedule=auto, slices=8, "
-            "partition=auto. Leave it out for a plan.",
-        ),
-        (
-            {"pipeline": {"partition": "auto"}},
-            "pipeline.partition=auto is given, so the run plans nothing before its first step: schedule=1f1b, "
-            "slices=8, partition=auto. Leave it out for a plan.",
+            {"pipeline": {"partition": [1, 3]}},
+            "pipeline.partition=[1, 3] is given, so the run measures nothing: what is left open (schedule, slices, "
+            "stages_per_rank) is planned by counted operations. Leave it out for a plan from measured costs.",
         ),
     ],
     ids=str,
@@ -364,3 +363,51 @@ def test_a_named_schedule_takes_a_spread_head(place: Path, sections: dict[str, d
     train(place, "again", "--pipeline.vocabulary=spread", "--checkpoint.resume=latest", num_processes=ranks)
     assert losses_of(again) == losses_of(place / "spread")[2:]
     assert torch.equal(logits(again), logits(place / "spread"))
+
+
+KEPT = Path(__file__).with_name(
+    "kept_run"
+)  # by a version whose defaults were 1f1b and 8 slices, of which none was given
+
+
+def test_a_run_of_a_version_with_other_defaults_goes_on_as_it_was(tmp_path: Path) -> None:
+    """To the bit, as if its order and slices were given."""
+    (tmp_path / "text.txt").write_text(" ".join(f"{n} is {n * n % 97} more than {n % 13}." for n in range(400)))
+    settings = {
+        "model": {
+            "config": tiny_llama(
+                hidden_size=4, intermediate_size=8, num_hidden_layers=3, num_attention_heads=2, vocab_size=260
+            )
+        },
+        "data": {"files": [str(tmp_path / "text.txt")], "vocab_size": 260, "validation_fraction": 0},
+        "pipeline": {"num_ranks": 2},
+        "memory": {"recompute": "full"},
+        "runtime": {"self_check": False},
+        "training": {"seq_len": 48, "batch_size": 2, "steps": 4, "device": "cpu"},
+        "checkpoint": {"every": 2, "resume": "latest"},
+    }
+    given = {**settings, "pipeline": {"num_ranks": 2, "schedule": "1f1b", "slices": 8}}
+    folders = [tmp_path / "open", tmp_path / "given"]
+    for folder, values in zip(folders, (settings, given), strict=True):
+        shutil.copytree(KEPT, folder)
+        run_training(2, folder, values)
+    orders = [(folder / "schedule.txt").read_text() for folder in folders]
+    assert "schedule: 1f1b\n" in orders[0] and "slices: 8\n" in orders[0]
+    assert orders[0] == orders[1]
+    models = [(folder / "model/model.safetensors").read_bytes() for folder in folders]
+    assert losses_of(folders[0]) == losses_of(folders[1])
+    assert models[0] == models[1]
+
+
+def test_a_run_goes_on_with_what_was_planned_by_counted_operations(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    settings = with_section(memory={"recompute": "selective"}, pipeline={"num_ranks": 2})
+    settings["data"] = {**settings["data"], "files": [str(tmp_path / "text.txt")]}
+    run, resumed = tmp_path / "run", tmp_path / "resumed"
+    said = run_training(2, run, settings).stdout
+    assert "planned by counted operations: " in said
+    half_of(run, resumed, 2)
+    run_training(2, resumed, settings, "--checkpoint.resume=latest")
+    assert losses_of(resumed) == losses_of(run)[2:]
+    assert (run / "schedule.txt").read_text() == (resumed / "schedule.txt").read_text()
+    assert (run / "model/model.safetensors").read_bytes() == (resumed / "model/model.safetensors").read_bytes()

@@ -49,17 +49,18 @@ def plan_obstacle(config: Config) -> str:
     # "auto" beside defaults keeps the run from planning itself too.
     names = [name for name, value in given.items() if value != "auto"] or [*given]
     are, them = ("is", "it") if len(names) == 1 else ("are", "them")
-    instead = "plans each step by multiplications, not by measured times"
-    if not by_step:
-        instead = "measures nothing before its first step"
     choices = "schedule", "slices", "partition", "stages_per_rank"
+    if is_counted_open(config) and not by_step:
+        left = ", ".join(name for name in choices if getattr(pipeline, name) in (None, "auto"))
+        return (
+            f"{' and '.join(names)} {are} given, so the run measures nothing: what is left open ({left}) is planned by "
+            f"counted operations. Leave {them} out for a plan from measured costs."
+        )
+    instead = "plans nothing before its first step"
+    if by_step:
+        instead = "plans each step by multiplications, not by measured times"
     settings = ", ".join(f"{name}={value}" for name in choices if (value := getattr(pipeline, name)) is not None)
-    open_ones = [name for name in choices if getattr(pipeline, name) is None]
-    counted = f"; {', '.join(open_ones)} by counted operations" if is_counted_open(config) else ""
-    return (
-        f"{' and '.join(names)} {are} given, so the run {instead}: {settings}{counted}. Leave {them} out for a plan "
-        "from measured costs."
-    )
+    return f"{' and '.join(names)} {are} given, so the run {instead}: {settings}. Leave {them} out for a plan."
 
 
 def is_open(config: Config) -> bool:

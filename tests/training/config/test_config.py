@@ -210,7 +210,11 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {"pipeline.schedule": "1f1b", "pipeline.stages_per_rank": 2},
         "pipeline.stages_per_rank=2 .. '1f1b' has exactly 1",
     ),
-    (TEXT, {"pipeline.schedule": "auto-v", "pipeline.stages_per_rank": 1}, "pipeline.stages_per_rank=1 .. 'auto-v' has exactly 2"),
+    (
+        TEXT,
+        {"pipeline.schedule": "auto-v", "pipeline.stages_per_rank": 1},
+        "pipeline.stages_per_rank=1 .. 'auto-v' has exactly 2",
+    ),
     (TEXT, {"pipeline.schedule": "auto_v"}, "pipeline.schedule='auto_v' is not known .. did you mean 'auto-v'"),
     (TEXT, {"memory.num_flushes": 3}, "num_microbatches=1 don't divide into memory.num_flushes=3"),
     (

@@ -20,6 +20,8 @@ from slipstream.train.run_state import check_data, describe_data, differs
 from slipstream.train.training_step import count_steps
 from slipstream.train.validation import is_out_of_patience
 
+# Settings that a run goes on with as before, where they are left open.
+_KEPT = ("pipeline.schedule", "pipeline.slices", "pipeline.stages_per_rank")
 _UNTOLD = ("training.output", "training.overwrite", "checkpoint.resume")  # settings without effect on numbers
 
 
@@ -111,5 +113,6 @@ def _changes(before: Mapping[str, Any], config: Config) -> Iterator[tuple[str, s
     new = dict(flat_settings(json.loads(config.model_dump_json())))
     for name in dict.fromkeys(chain(old, new)):
         values = old.get(name, "absent"), new.get(name, "absent")
-        if values[0] != values[1] and name not in _UNTOLD:
+        stays = name in _KEPT and values[1] == "null"
+        if values[0] != values[1] and name not in _UNTOLD and not stays:
             yield name, *values
