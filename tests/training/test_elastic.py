@@ -145,10 +145,13 @@ def test_a_step_of_the_mesh_before_is_compared_where_the_planner_knows_it() -> N
     assert (shared.parallel.context, shared.parallel.experts, shared.num_processes) == (2, 2, 4)
     model_config = load_model_config(config.model)
     assert simulated_ratio(shared, config, model_config) is None  # it has no experts
-    for mesh in ({"pp": 1}, {"pp": 1, "dp": 1, "cp": 2, "tp": 1}):
+    for mesh, share in (({"pp": 1}, 1), ({"pp": 1, "dp": 8}, 8), ({"pp": 2, "dp": 2}, 2)):
         ratio = simulated_ratio(with_mesh_of(config, settings | {"mesh": mesh}), config, model_config)
         assert ratio is not None
-        assert ratio < 1
+        # Two stages of equal operations take half as long, but for the first slice and the last ones' head.
+        assert ratio == pytest.approx((0.62 if mesh["pp"] == 1 else 1) * share, rel=0.01)
+    cut = with_mesh_of(config, settings | {"mesh": {"pp": 1, "dp": 1, "cp": 2, "tp": 1}})
+    assert simulated_ratio(cut, config, model_config) is None  # whose exchanges take a time that no count tells
 
 
 def test_each_row_has_one_replica() -> None:

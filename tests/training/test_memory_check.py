@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from transformers import LlamaConfig, Qwen3MoeConfig
 
 from slipstream import SlipstreamError
 from slipstream.model import meta_model
+from slipstream.schedule import make_schedule, split_backwards
 from slipstream.train.config.config_values import parse_config
 from slipstream.train.preflight import less_memory, memory_account
 from slipstream.train.preflight.memory_check import check_memory
@@ -128,3 +130,19 @@ def test_the_least_limit_beside_an_adapter(precision: str, base_precision: str, 
     assert whole is not None
     assert account is not None
     assert least < account() < whole()
+
+
+def test_an_order_in_a_file_is_counted_like_its_name(tmp_path: Path) -> None:
+    """Where a change asks for other microbatches, the order can't be that of the file."""
+    file = tmp_path / "order.txt"
+    file.write_text(str(split_backwards(make_schedule("gpipe", 2, 4, 2))), encoding="utf-8")
+    pipeline = {"num_ranks": 2, "num_microbatches": 4, "slices": [20, 12], "partition": [1, 1]}
+    named, given, other = (
+        memory_account(configured(pipeline=pipeline | {"schedule": schedule}), LLAMA)
+        for schedule in ("gpipe", str(file), "1f1b")
+    )
+    assert named is not None
+    assert given is not None
+    assert other is not None
+    assert named() == given() > other()
+    assert named(num_microbatches=8) > given(num_microbatches=8) == other(num_microbatches=8)

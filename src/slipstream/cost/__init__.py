@@ -17,6 +17,7 @@ from slipstream.cost.operation_counts import (
     PartCount,
     StateBytes,
 )
+from slipstream.cost.operations import CountedOperations
 from slipstream.cost.profile import (
     Hardware,
     MeasuredLink,

@@ -22,9 +22,9 @@ and the results back. Tokens are taken to choose all experts alike, so that a ra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -33,17 +33,16 @@ import numpy as np
 from slipstream.array_types import Floats
 from slipstream.cost.cluster import Cluster
 from slipstream.cost.cluster_links import ClusterCost
-from slipstream.cost.costs import NO_LINK, Costs, LinkTime, Numbers
+from slipstream.cost.costs import NO_LINK, LinkTime
+from slipstream.cost.counted_parts import CountedParts
 from slipstream.cost.operation_counts import Amount, AttentionCall, ModelCount, OpCount, PartCount, StateBytes
 from slipstream.cost.work import Stage, Work
 from slipstream.options import UNSHARED, Degrees
 from slipstream.schedule import BACKWARDS, Action, Op
 
-_HEAD_WIDTHS = 32  # FlashAttention computes with heads as wide as the next multiple
-
 
 @dataclass(frozen=True)
-class CountedCosts(Costs):
+class CountedCosts(CountedParts):
     """The costs of a counted model's stages on a cluster, on one rank of a stage, for microbatches of one size.
 
     Attention is FlashAttention: only the scores under the mask, recomputed in the backward, never written to memory.
@@ -62,30 +61,6 @@ class CountedCosts(Costs):
     microbatch_size: int = 1
     sequence_parallel: bool = False
 
-    @property
-    def parts(self) -> Sequence[int]:
-        return self.model.parts
-
-    @property
-    def units_per_layer(self) -> int:
-        return self.model.units_per_layer
-
-    @property
-    def num_frozen_parts(self) -> int:
-        return self.model.num_frozen_parts
-
-    @property
-    def dtype_bytes(self) -> int:
-        return self.model.dtype_bytes
-
-    @property
-    def vocab_size(self) -> int:
-        return self.model.head_weight // self.model.hidden_size
-
-    @property
-    def num_head_weights(self) -> int:
-        return self.model.head_weight
-
     # --- seconds -----------------------------------------------------------------------------------------------------
 
     def each_seconds(self, work: Work) -> Floats:
@@ -93,15 +68,6 @@ class CountedCosts(Costs):
 
     def fixed_seconds(self, work: Work) -> Floats:
         return np.full(len(work.lengths), self.cluster.device.action_seconds)
-
-    def _rows(self, value: Callable[[PartCount], Any], work: Work) -> Floats:
-        """Returns the values of a part of each kind, (kinds, slices)."""
-        shape = np.shape(work.lengths)
-        return np.stack([np.broadcast_to(np.asarray(value(part), float), shape) for part in self.model.of_kind])
-
-    def _each(self, value: Callable[[PartCount], float]) -> Floats:
-        """Returns a number of a part of each kind, (kinds,)."""
-        return np.array([value(part) for part in self.model.of_kind], float)
 
     def part_seconds(self, part: PartCount, op: Op, length: Any, context: Any) -> Any:
         """Returns the seconds of one op of one part of the model; B is I and W, R is F."""
@@ -116,9 +82,6 @@ class CountedCosts(Costs):
         busy = self.product_seconds(part, count, tokens) + self._elementwise_seconds(part, count, tokens) + scores
         busy = np.maximum(busy, max(count.num_kernels * device.kernel_seconds, self._host_seconds(part, op)))
         return busy + exchanged
-
-    def _tokens(self, length: Any) -> Any:
-        return self.microbatch_size * length / self.degrees.context
 
     def _moved_bytes(self, part: PartCount, amount: Amount, tokens: Any) -> Any:
         # The bytes that don't grow with the tokens are of weights.
@@ -163,10 +126,6 @@ class CountedCosts(Costs):
         wide = wide + count.wide_bytes.constant * self._weights_share(part)
         return (wide + self._moved_bytes(part, count.other_bytes, tokens)) / self.cluster.device.bytes_per_second
 
-    @property
-    def _token_parts(self) -> int:
-        return self.degrees.tensor if self.sequence_parallel else 1
-
     def each_exchange(self, work: Work) -> Floats:
         parts = [self._part_exchanges(part, work.op, work.lengths) for part in self.model.of_kind]
         shape = np.shape(work.lengths)
@@ -196,14 +155,6 @@ class CountedCosts(Costs):
                 )
         return seconds
 
-    @property
-    def _gathers_keys(self) -> bool:
-        return self.degrees.context > 1 and self.degrees.exchange == "keys"
-
-    @property
-    def _head_ranks(self) -> int:
-        return self.degrees.tensor * (1 if self._gathers_keys else self.degrees.context)
-
     def _part_expert_seconds(self, part: PartCount, length: Any) -> Any:
         """Returns the time of a layer's all-to-alls between ranks with other experts: of how many rows there are, then
         there and back of a row for each expert that a token chose. Tensor-parallel ranks send a part each."""
@@ -222,23 +173,14 @@ class CountedCosts(Costs):
         times |= {Op.I: in_layer or int(part is self.model.head)} if part.has_backward else {}
         return times.get(op, 0) * self.cluster.all_reduce_seconds(self._hidden_bytes(length), self.degrees.tensor)
 
-    @staticmethod
-    def _num_regions(part: PartCount) -> int:
-        return 1 if part.is_half else 2 if part.attentions else 0
-
     def attention_seconds(self, call: AttentionCall, op: Op, length: Any, context: Any) -> Any:
         """Returns the time of an attention call's scores in F, I or W, without the projections around it; and, in
         proportion to the context, of adding the gradients of its keys and values to those that are there."""
         if op is Op.W or (op is Op.I and not call.has_gradient):
             return 0.0
-        device, heads = self.cluster.device, call.num_heads / self._head_ranks
-        # Of the rank with the last queries.
-        queries = -(-length // self.degrees.context) if self._gathers_keys else length
-        num_scores = call.window.scores(context + length) - call.window.scores(context + length - queries)
-        scores = heads * (self.microbatch_size * num_scores)
-        keys, values = (-(-width // _HEAD_WIDTHS) * _HEAD_WIDTHS for width in (call.key_width, call.value_width))
-        width = keys + values if op is Op.F else 3 * keys + 2 * values  # backward: S, dP, dV, dQ, dK
-        computed = 2 * scores * width / device.attention_flops(self.model.dtype, self.microbatch_size * queries)
+        device, operations = self.cluster.device, self.attention_operations(call, op, length, context)
+        rate = device.attention_flops(self.model.dtype, self.microbatch_size * self._queries(length))
+        computed = operations / rate
         if op is Op.F:
             return computed
         read = call.window.context_keys(context)
@@ -257,9 +199,6 @@ class CountedCosts(Costs):
                 seconds = [costs.attention_seconds(call, op, length, 0) for costs in (self, even)]
                 total += count * max(0.0, float(seconds[0] - seconds[1]))
         return total
-
-    def _key_heads(self, call: AttentionCall) -> int:
-        return call.key_heads_of_rank(self._head_ranks)
 
     @property
     def gradient_bytes(self) -> float:
@@ -281,85 +220,6 @@ class CountedCosts(Costs):
         state = StateBytes.of(self.model.dtype)
         written = state.weights * trained + state.optimizer * optimized
         return (2 * written + state.gradients * trained) / self.cluster.device.bytes_per_second
-
-    # --- bytes of one rank -------------------------------------------------------------------------------------------
-
-    @cached_property
-    def each_number(self) -> Numbers:
-        ranks = self.degrees.experts
-        in_experts = self._each(lambda part: part.num_trained_in_experts) if ranks > 1 else 0.0
-        trained = self._each(lambda part: part.num_trained)
-        held = self._each(lambda part: self.degrees.held(part.num_parameters, part.num_in_experts))
-        spread = in_experts / ranks + np.zeros(len(held))
-        return Numbers(held, (trained - in_experts) / self.degrees.tensor + spread, spread)
-
-    def each_weight(self, each: float) -> Floats:
-        return super().each_weight(each) - self._each(lambda part: part.saved_bytes(each)) / self.degrees.tensor
-
-    def each_activation(self, lengths: Any) -> Floats:
-        """Returns the bytes that F of the parts keeps, (kinds, slices).
-
-        Every tensor-parallel rank has the whole of tensors as wide as the hidden state, and a part of all others. Where
-        ranks share tokens it has a part of those too, but for the gathered inputs of matrix products.
-        """
-        per_token = self._each(self._activation_per_token)
-        return np.outer(per_token, self._tokens(lengths)) + self.each_state[:, None]
-
-    def _activation_per_token(self, part: PartCount) -> float:
-        wide = min(part.wide_activation_bytes, part.activation_bytes)
-        per_token = self._wide_bytes(part, wide) + (part.activation_bytes - wide) / self.degrees.tensor
-        if self.degrees.context > 1 and part.has_backward and not self._gathers_keys:
-            # attention's outputs, before and after their exchange
-            outputs = sum(call.num_heads * call.value_width for call in part.attentions)
-            per_token += outputs * self.model.dtype_bytes / self.degrees.tensor
-        return per_token
-
-    def _wide_bytes(self, part: PartCount, wide: float) -> float:
-        """Returns the bytes that a rank keeps of a token's tensors that are as wide as the hidden state."""
-        num_gathered = self._num_regions(part) or int(part is self.model.head)
-        gathered = min(wide, num_gathered * self.model.hidden_size * self.model.dtype_bytes)
-        return gathered + (wide - gathered) / self._token_parts
-
-    def each_product(self, lengths: Any) -> Floats:
-        per_token = self._each(lambda part: part.product_bytes)
-        return np.outer(per_token, self._tokens(lengths)) / self.degrees.tensor
-
-    @cached_property
-    def each_state(self) -> Floats:
-        return self.microbatch_size * self._each(lambda part: part.state_bytes if part.has_backward else 0.0)
-
-    def passing_bytes(self, stage: Stage) -> float:
-        return max((part.dequantised_bytes for _, part in self.model.counted(stage)), default=0.0)
-
-    @cached_property
-    def each_context(self) -> Floats:
-        return self.microbatch_size * self._each(self._keys_bytes)
-
-    def _keys_bytes(self, part: PartCount) -> float:
-        """Returns a token's keys and values of this rank's heads."""
-        widths = ((self._key_heads(call), call.key_width + call.value_width) for call in part.attentions)
-        return sum(heads * width for heads, width in widths) * self.model.dtype_bytes
-
-    @cached_property
-    def each_context_gradient(self) -> Floats:
-        has_gradient = self._each(lambda part: part.has_context_gradient)
-        return self.each_context * has_gradient * 4 / self.model.dtype_bytes
-
-    def logits_gradient_bytes(self, layers: Stage, length: int) -> float:
-        """Returns the gradient of a slice's logits in float32, made before any activation is freed; 0 without the
-        head."""
-        if not self.has_head(layers):
-            return 0.0
-        vocabulary = self.model.head_weight / self.model.hidden_size
-        return float(4 * self._tokens(length) * vocabulary / self.degrees.tensor)
-
-    def message_bytes(self, length: Any) -> Any:
-        """Returns the message of a slice to the next stage, b T h elements, as large as its gradient back; one rank's
-        part of it, where ranks share the tokens."""
-        return self._hidden_bytes(length) / self._token_parts
-
-    def _hidden_bytes(self, length: Any) -> Any:
-        return self._tokens(length) * self.model.hidden_size * self.model.dtype_bytes
 
     def link(self, num_ranks: int, replicas: int = 1) -> LinkTime:
         """Returns the slowest link between neighbours of a pipeline with so many replicas, and the bandwidth at which

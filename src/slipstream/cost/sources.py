@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from math import gcd
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -14,7 +13,7 @@ from slipstream.cost.measured import MeasuredCosts
 from slipstream.cost.operation_counts import ModelCount, StateBytes
 from slipstream.cost.profile import Profile
 from slipstream.errors import SlipstreamError
-from slipstream.options import SHARED_WORK, Degrees, numbers_exchanged
+from slipstream.options import SHARED_WORK, Degrees
 
 _COUNTED_ALONE: Mapping[str, str] = MappingProxyType(
     {"vocabulary": "Counts don't say whether a head can be spread: plan from the model's configuration."}
@@ -61,15 +60,13 @@ class AnalyticSource:
         rate = cluster.host.rate(cluster.devices_per_node)
         self.host = HostMemorySpec(rate, cluster.host.latency, cluster.device.host_memory)
         self.dtype, self.state = model.dtype, StateBytes.of(model.dtype)
-        self.num_experts = gcd(*(part.num_experts for part in model.layers))  # that all layers with experts can spread
+        self.num_experts = model.num_experts
         self.refusals = self._refused_by_counts() | dict(refusals)
         calls = [call for part in model.layers for call in part.attentions]
-        numbers = range(1, min((call.num_heads for call in calls), default=1) + 1)
-        sharing = tuple(n for n in numbers if all(call.num_heads % n == 0 for call in calls))
+        sharing = model.head_shares
         keys = {call.num_key_value_heads for call in calls}
         self.tensor_parallel_degrees = tuple(t for t in sharing if all(k % t == 0 or t % k == 0 for k in keys))
-        self._sharing = sharing
-        doublings = {2**n for n in range(max(numbers, default=1).bit_length())}  # which may gather keys
+        doublings = {2**n for n in range(model.fewest_heads.bit_length())}  # which may gather keys
         shared = (1,) if "context_parallel" in self.refusals else tuple(sorted({*sharing, *doublings}))
         self.context_parallel_degrees = shared
         spread = tuple(e for e in range(1, self.num_experts + 1) if self.num_experts % e == 0)
@@ -86,28 +83,8 @@ class AnalyticSource:
         return refusals
 
     def exchanges(self, tensor: int, context: int, asked: Collection[str] | None = None) -> tuple[str, ...]:
-        """Returns the exchanges of ranks that share slices, of those `asked` for: heads where all ranks can have as
-        many, and keys. By default these only where they are fewer bytes, or heads don't divide."""
-        if context == 1:
-            return ("heads",)
-        heads = keys = 0.0
-        for count, part in self.model.counted(self.model.whole):
-            for call in part.attentions:
-                sizes = call.num_heads // tensor, call.key_heads_of_rank(tensor)
-                widening = max(4, self.model.dtype_bytes) / self.model.dtype_bytes
-                moved = numbers_exchanged(*sizes, context, widening)
-                heads, keys = heads + count * moved[0], keys + count * moved[1]
-        divides = tensor * context in self._sharing
-        wanted = asked or ("heads", *["keys"] * (keys < heads or not divides))
-        return tuple(kind for kind in wanted if kind == "keys" or divides)
-
-    def by_bytes(self, degrees: Degrees, is_whole: bool) -> Degrees:
-        """Returns degrees in which "auto" is the exchange of a run without a plan, of sequences of one slice or
-        several."""
-        if degrees.exchange != "auto":
-            return degrees
-        kinds = self.exchanges(degrees.tensor, degrees.context)
-        return degrees._replace(exchange=kinds[0 if is_whole else -1])
+        """Returns the exchanges of ranks that share slices, of those `asked` for."""
+        return self.model.exchanges(tensor, context, asked)
 
     def slice_range(self, seq_len: int) -> tuple[int, int]:
         """Returns the lengths of the shortest and the longest slice whose times are known."""

@@ -245,7 +245,7 @@ class CausalLMFamily(ModelFamily):
 
         def problem(length: int, num_rows: int) -> JointProblem:
             asked = replace(request, seq_len=length, microbatch_size=num_rows)
-            shared = source().by_bytes(degrees, is_whole=False)
+            shared = source().model.exchanging(degrees, is_whole=False)
             return replace(asked.problem(source().costs(shared, num_rows), length), split=splits)
 
         return CountedPlans(options, num_ranks, self._ranks, problem, longest)

@@ -1,6 +1,8 @@
 """Searches all configurations for the plan with the shortest simulated step."""
 
 from slipstream.planner.search.evaluate import Batch, Evaluation, evaluate
+from slipstream.planner.search.placed_partition import balanced_layers
 from slipstream.planner.search.plan_options import PlanOptions, check_count, make_options
 from slipstream.planner.search.plan_search import search_plans
 from slipstream.planner.search.plan_space import PlanSpace
+from slipstream.planner.search.slice_choices import sequence_seconds

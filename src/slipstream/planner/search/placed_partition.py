@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -11,6 +11,15 @@ import numpy as np
 
 from slipstream.array_types import Flags, Floats
 from slipstream.cost import Costs, StageParts, kinds_by_layer
+from slipstream.planner.partition import partition_layers
+
+_MOST_LAYERS = 16  # of a model whose ranks, not only its stages, are balanced; with more that takes a second each
+
+
+def balanced_layers(weights: Sequence[float], placement: tuple[int, ...]) -> list[int]:
+    """Returns the layers of each stage for which the slowest rank is fastest, given each layer's seconds; with many
+    layers those for which the slowest stage is."""
+    return partition_layers(weights, len(placement), placement=placement if len(weights) <= _MOST_LAYERS else None)
 
 
 @dataclass(frozen=True, eq=False)

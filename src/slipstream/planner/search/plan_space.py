@@ -26,7 +26,6 @@ from slipstream.cost import (
 )
 from slipstream.errors import SlipstreamError
 from slipstream.planner.joint import JointPlan
-from slipstream.planner.partition import partition_layers
 from slipstream.planner.plan import AUTO, OPEN, Plan, placement_of
 from slipstream.planner.plan_report import Prediction
 from slipstream.planner.search.bounds import GroupBounds, MemoryBound, PlanGroup, Savings, StageSizes
@@ -38,7 +37,7 @@ from slipstream.planner.search.evaluate import (
     reduction_seconds,
     tail_seconds,
 )
-from slipstream.planner.search.placed_partition import PlacedPartition
+from slipstream.planner.search.placed_partition import PlacedPartition, balanced_layers
 from slipstream.planner.search.plan_options import PlanOptions
 from slipstream.planner.search.schedule_shape import ScheduleShape, cached_schedule, with_savings
 from slipstream.planner.search.slice_choices import SliceChoices, sequence_seconds
@@ -49,7 +48,6 @@ from slipstream.schedule.action_arrays import ActionArrays
 USABLE = 0.95  # of a device's memory: fragments, libraries and all that isn't counted take the rest
 _LONG = 4000  # slices of stages, in a step that isn't simulated whole
 _STAGES_PER_RANK = (1, 2, 3, 4, 5, 6, 8, 10, 12)
-_MOST_LAYERS = 16  # of a model whose ranks, not only its stages, are balanced; with more that takes a second each
 
 
 class PlanSpace:
@@ -172,8 +170,7 @@ class PlanSpace:
     def _compute_partition(self, degrees: Degrees, size: int, placement: tuple[int, ...]) -> PlacedPartition:
         costs, num_layers = self.costs(degrees, size), len(self.source.kinds)
         weights = [self._whole(degrees, size, self.alike(range(layer, layer + 1))) for layer in range(num_layers)]
-        ranks = placement if num_layers <= _MOST_LAYERS else None
-        partition = partition_layers(weights, len(placement), placement=ranks)
+        partition = balanced_layers(weights, placement)
         return PlacedPartition(costs, placement, unit_bounds(partition, num_layers, self.source.units_per_layer))
 
     def slices(self, plan: Plan) -> tuple[int, ...]:
@@ -245,16 +242,6 @@ class PlanSpace:
         return StageSizes(*numbers, context, kept, largest)
 
     # --- what a step takes -------------------------------------------------------------------------------------------
-
-    def only(self) -> Plan:
-        """Returns the plan that the options leave; the first of several.
-
-        Raises:
-            SlipstreamError: where none is left, as the degrees don't divide the devices, the layers or the batch.
-        """
-        for _, _, plan in self.bounded():
-            return plan
-        raise SlipstreamError(f"no configuration of {self.source.name} fits these numbers.")
 
     def evaluate(self, plan: Plan) -> Evaluation:
         """Returns what the plan's step takes and holds, by all of its actions."""

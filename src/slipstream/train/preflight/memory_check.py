@@ -11,13 +11,14 @@ from typing import Any
 
 from torch import Tensor
 
-from slipstream.cost import AnalyticSource, Cluster, ModelCount, load_cluster
+from slipstream.cost import CountedOperations, HostMemorySpec, ModelCount, StateBytes
 from slipstream.errors import SlipstreamError
 from slipstream.model import expert_modules, meta_model, recompute_advice, torch_dtype
-from slipstream.planner.search import Evaluation, PlanSpace, make_options
+from slipstream.planner import OPEN, Plan
+from slipstream.planner.search import Batch, Evaluation, balanced_layers, evaluate, sequence_seconds
 from slipstream.profile import count_model
-from slipstream.schedule import SCHEDULES, USUAL_SCHEDULE, USUAL_SLICES
-from slipstream.train.config import Config, precision_named
+from slipstream.schedule import SCHEDULES, USUAL_SCHEDULE, USUAL_SLICES, Schedule, slice_lengths
+from slipstream.train.config import Config, named_schedule, precision_named
 from slipstream.train.preflight.model_checks import trained_weights
 from slipstream.train.training_step import compute_dtype
 from slipstream.units import bytes_text
@@ -117,8 +118,8 @@ def check_memory(config: Config, model_config: Any) -> None:
     )
 
 
-_ANY_CLUSTER = "a100-dgx"  # memory doesn't depend on how fast it is
-_ROOM = 1e15  # bytes; nothing is refused
+_SLICES = 8  # where they are open
+_ANY_HOST = HostMemorySpec(bandwidth=math.inf, latency=0.0, capacity=math.inf)
 
 Account = Callable[..., float]
 
@@ -147,8 +148,13 @@ def memory_account(config: Config, model_config: Any) -> Account | None:
 
 
 def simulated_ratio(before: Config, now: Config, model_config: Any) -> float | None:
-    """Returns how many times as long a step takes with another mesh, by counted operations; None where the model can't
-    be counted, or the planner knows no such plan."""
+    """Returns how many times as long a step takes with another mesh, by counted operations.
+
+    None where the model can't be counted, where the planner knows no such plan, and where ranks share the work of a
+    stage differently, as operations don't tell how long their exchanges take.
+    """
+    if before.parallel.degrees != now.parallel.degrees:
+        return None
     length = now.training.seq_len
     with suppress(SlipstreamError, ValueError, NotImplementedError):
         count = count_model(model_config, length, compute_dtype(now), trained_weights(now, model_config))
@@ -158,42 +164,62 @@ def simulated_ratio(before: Config, now: Config, model_config: Any) -> float | N
 
 
 def _evaluate(config: Config, count: ModelCount, length: int, changes: dict[str, Any]) -> Evaluation:
+    """Returns a step of the run's plan with some changes, by counted operations."""
+    plan = _run_plan(config, length, changes)
+    num_experts = count.num_experts
+    if plan.expert_parallel > 1 and (not num_experts or num_experts % plan.expert_parallel):
+        raise SlipstreamError(f"the model's {num_experts} experts can't be spread over {plan.expert_parallel} ranks.")
+    degrees = count.exchanging(config.parallel.degrees, is_whole=plan.num_slices == 1)
+    costs = CountedOperations(count, degrees, plan.microbatch_size, config.parallel.sequence_parallel)
+    plan = plan.closed(context_exchange=degrees.exchange)
+    if plan.partition is OPEN:
+        layers = (range(layer, layer + 1) for layer in range(costs.num_layers))
+        weights = [sequence_seconds(costs, length, layer) for layer in layers]
+        plan = plan.closed(partition=tuple(balanced_layers(weights, plan.placement)))
+    rows = plan.data_parallel * plan.num_microbatches * plan.microbatch_size
+    return evaluate(plan, costs, Batch(length, rows), StateBytes.of(count.dtype), _ANY_HOST)
+
+
+def _run_plan(config: Config, length: int, changes: dict[str, Any]) -> Plan:
+    """Returns the plan that a configuration gives, with some changes. Where it leaves the order or slices open, they
+    are 1f1b and 8 even slices; an open partition stays open."""
     pipeline = config.pipeline
     parallel = config.parallel
-    memory = config.memory
+    plan = Plan.load(config.model_dump(mode="json", include={"pipeline", "memory", "parallel"}), _order_of(config))
     rows = max(1, _sequences(config, length) // parallel.data)
     num_microbatches = pipeline.num_microbatches if pipeline.microbatches is None else len(pipeline.microbatches)
     rows_each = -(-rows // changes.get("num_microbatches", num_microbatches))
-    num_slices = len(pipeline.slices) if isinstance(pipeline.slices, list) else pipeline.slices
-    num_slices = changes.get("slices", USUAL_SLICES if num_slices in (None, "auto") else num_slices)
-    cluster = _cluster(config.num_processes, count.dtype)
-    source = AnalyticSource(count, cluster, "the run", parallel.sequence_parallel, config.runtime.fused)
-    choices = make_options(
-        **source.by_bytes(parallel.degrees, is_whole=num_slices == 1).choices,
-        pipeline_parallel=pipeline.num_ranks,
-        data_parallel=parallel.data,
-        stages_per_rank=pipeline.fewest_stages,
-        schedule=pipeline.schedule if pipeline.schedule in SCHEDULES else USUAL_SCHEDULE,
+    num_slices = changes.get("slices", USUAL_SLICES if plan.num_slices is OPEN else plan.num_slices)
+    is_given = "slices" not in changes and plan.slices is not OPEN and sum(plan.slices) == length
+    counts = -(-rows // rows_each), num_slices
+    schedule = plan.schedule
+    if isinstance(schedule, Schedule) and (schedule.num_microbatches, schedule.num_slices) != counts:
+        schedule = OPEN
+    stages = plan.stages_per_rank
+    if schedule is OPEN:
+        stages = 1
+    elif stages is OPEN:
+        stages = pipeline.fewest_stages
+    return replace(plan, schedule=OPEN, placement=OPEN, num_microbatches=OPEN, slices=OPEN, num_slices=OPEN).closed(
+        schedule=USUAL_SCHEDULE if schedule is OPEN else schedule,
+        stages_per_rank=stages,
         microbatch_size=rows_each,
-        num_slices=num_slices,
-        recompute=changes.get("recompute", memory.recompute),
-        offload=float(changes.get("offload", memory.offload)),
-        shard=changes.get("shard", parallel.shard) if parallel.num_copies > 1 else "none",
-        slicing="equal-time",
+        num_microbatches=counts[0],
+        slices=plan.slices if is_given else tuple(slice_lengths(num_slices, length)),
+        recompute=str(changes.get("recompute", plan.recompute)),
+        offload=float(changes.get("offload", plan.offload)),
+        shard=changes.get("shard", plan.shard) if parallel.num_copies > 1 else "none",
+        vocabulary="whole" if isinstance(schedule, str) or schedule is OPEN else plan.vocabulary,
     )
-    batch = rows_each * -(-rows // rows_each) * parallel.data
-    space = PlanSpace(source, length, batch, choices)
-    return space.evaluate(space.only())
+
+
+def _order_of(config: Config) -> Schedule | None:
+    """Returns the order in the file that the configuration names, if it names one."""
+    schedule = named_schedule(config.pipeline)
+    return schedule if isinstance(schedule, Schedule) else None
 
 
 def _sequences(config: Config, length: int) -> int:
     """Returns how many of the longest sequences a step has."""
     tokens = config.training.batch_tokens
     return config.training.batch_size if tokens is None else max(1, tokens // length)
-
-
-def _cluster(num_devices: int, dtype: str) -> Cluster:
-    """Returns a node that has as many devices as the run has ranks, with room for anything."""
-    cluster = load_cluster(_ANY_CLUSTER)
-    device = replace(cluster.device, memory=_ROOM, host_memory=_ROOM, flops={**cluster.device.flops, dtype: 1e12})
-    return replace(cluster, device=device, num_nodes=1, devices_per_node=num_devices)
