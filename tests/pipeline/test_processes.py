@@ -40,7 +40,7 @@ CASES = [
     *rows(
         "processes",
         2,
-        ["exact, halves", "timeline", "mismatch", "other calls, pp", "buffers", "channels", "mesh"],
+        ["exact, halves", "timeline", "mismatch", "other calls, pp", "buffers", "channels", "mesh", "nothing given"],
         [
             *("exact, interleaved", "exact, zb-v", "exact, 1f1b", "exact, selective, offloaded", "exact, recomputed"),
             *("ragged, llama, tied", "auto"),
@@ -49,7 +49,7 @@ CASES = [
         ["ragged, gpt2"],
     ),
     *rows("processes", 3, ["exact, zb-h1"]),
-    *rows("processes", 4, more=["exact, gpipe"]),
+    *rows("processes", 4, more=["exact, gpipe", "nothing given, dp", "nothing given, cp"]),
     *rows(
         "staged",
         2,

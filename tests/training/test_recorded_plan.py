@@ -370,6 +370,7 @@ KEPT = Path(__file__).with_name(
 )  # by a version whose defaults were 1f1b and 8 slices, of which none was given
 
 
+@pytest.mark.more
 def test_a_run_of_a_version_with_other_defaults_goes_on_as_it_was(tmp_path: Path) -> None:
     """To the bit, as if its order and slices were given."""
     (tmp_path / "text.txt").write_text(" ".join(f"{n} is {n * n % 97} more than {n % 13}." for n in range(400)))

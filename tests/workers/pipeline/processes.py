@@ -111,6 +111,35 @@ def auto() -> None:
     assert pipe.layout.training.name == "auto"
 
 
+def nothing_given(**sizes: int) -> None:
+    """All ranks plan alike, without measuring; two loops are equal to the bit, and exact, on lists of sequences too."""
+    own = slipstream.make_mesh(pp=2, **sizes)
+    replicas = sizes.get("dp", 1)
+    whole, inputs = build(ARCHITECTURES["llama"], seed=3), tokens(2 * replicas)
+    labels = labels_of(inputs)
+    with no_rounding_inside():
+        wanted = unsplit_step(whole, inputs, labels)
+    found = []
+    for _ in range(2):
+        pipe = make_pipe(ARCHITECTURES["llama"], seed=3, dtype=torch.float64, num_microbatches=2, mesh=own)
+        mine, targets = (rows.chunk(replicas)[pipe.replica] for rows in (inputs, labels))
+        with no_rounding_inside():
+            loss = pipe.step(mine, targets)
+        assert abs(loss - wanted) < BOUND, (loss, wanted)
+        step = {name: each.clone() for name, each in gradients(pipe).items()}
+        rows = [row[: 20 + 7 * number] for number, row in enumerate(mine)]
+        found.append((float(loss), step, float(pipe.step(rows, rows)), str(pipe.layout.training), pipe.how_planned))
+    expected = gradients(whole)
+    assert gradient_error({key: expected[key] for key in found[0][1]}, found[0][1]) < BOUND
+    (loss, step, ragged_loss, *plan), again = found
+    assert (loss, ragged_loss, *plan) == (again[0], *again[2:])
+    assert all(torch.equal(each, again[1][name]) for name, each in step.items())
+    chosen = [None] * dist.get_world_size()
+    dist.all_gather_object(chosen, plan)
+    assert chosen == [plan] * len(chosen)
+    assert plan[-1].startswith("planned by counted operations: ")
+
+
 def mismatch() -> None:
     """Ranks that pass different batches find out before they exchange anything, and can go on."""
     rank, good = dist.get_rank(), tokens()
@@ -315,6 +344,8 @@ CASES |= {
     }.items()
 }
 CASES |= {f"ragged, {name}": partial(ragged, name) for name in ("llama, tied", "gpt2")}
+CASES |= {f"nothing given, {name}": partial(nothing_given, **{name: 2}) for name in ("dp", "cp")}
+CASES["nothing given"] = nothing_given
 CASES |= {f"other calls, {axis}": partial(other_calls, axis) for axis in ("pp", "dp", "tp")}
 CASES["other calls, pp, within a limit"] = partial(other_calls, "pp", 1e9)
 
