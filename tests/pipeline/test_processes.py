@@ -49,7 +49,7 @@ CASES = [
         ["ragged, gpt2"],
     ),
     *rows("processes", 3, ["exact, zb-h1"]),
-    *rows("processes", 4, more=["exact, gpipe", "nothing given, dp", "nothing given, cp"]),
+    *rows("processes", 4, more=["exact, gpipe", "nothing given, dp", "nothing given, cp", "nothing given, tp"]),
     *rows(
         "staged",
         2,

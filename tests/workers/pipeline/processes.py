@@ -344,7 +344,7 @@ CASES |= {
     }.items()
 }
 CASES |= {f"ragged, {name}": partial(ragged, name) for name in ("llama, tied", "gpt2")}
-CASES |= {f"nothing given, {name}": partial(nothing_given, **{name: 2}) for name in ("dp", "cp")}
+CASES |= {f"nothing given, {name}": partial(nothing_given, **{name: 2}) for name in ("dp", "cp", "tp")}
 CASES["nothing given"] = nothing_given
 CASES |= {f"other calls, {axis}": partial(other_calls, axis) for axis in ("pp", "dp", "tp")}
 CASES["other calls, pp, within a limit"] = partial(other_calls, "pp", 1e9)
