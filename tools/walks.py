@@ -158,7 +158,7 @@ WALKS = {
             "planning/plan_model.py:choose_costs",
             "profile/counting.py:count_model",
             "planner/search/plan_search.py:search_plans",
-            "planner/search/plan_search.py:joint_candidates",
+            "planner/search/joint_plans.py:joint_candidates",
             "planner/joint/joint_search.py:find_joint_plan",
             "planner/search/plan_space.py:PlanSpace.evaluate",
             "simulator/simulation.py:end_times",

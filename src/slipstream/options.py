@@ -133,7 +133,7 @@ class SharedWork(NamedTuple):
 
     axis: str  # as `make_mesh` and the command line call it
     degree: str  # a field of `Degrees`, and of a configuration's section `parallel`
-    choice: str  # a field of a plan's configuration
+    choice: str  # a field of a plan
     meaning: str
     has_axis: bool = True  # of the mesh; else its ranks are some of those with the same weights
     splits_weights: bool = False  # whether no rank has the whole of a stage's parameters
@@ -173,7 +173,7 @@ class Degrees(NamedTuple):
 
     @property
     def choices(self) -> dict[str, Any]:
-        """The fields of a plan's configuration."""
+        """The fields of a plan."""
         return {way.choice: getattr(self, way.degree) for way in SHARED_WORK} | {"context_exchange": self.exchange}
 
     @property

@@ -14,7 +14,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.planner.plan import CHOICES, FIELDS, MESH, ONE_DEVICE, OPEN, Plan
 from slipstream.planner.search import Batch, PlanOptions, evaluate
 from slipstream.planner.search.plan_space import PlanSpace
-from slipstream.schedule import make_schedule, spread_vocabulary
+from slipstream.schedule import add_communication, make_schedule, spread_vocabulary
 from support.small_clusters import SEQ_LEN, source
 
 NAMED = replace(
@@ -27,7 +27,9 @@ NAMED = replace(
     recompute="full",
     shard="optimizer",
     num_microbatches=4,
-).closed(partition=(2, 1.5, 1.5, 1), slices=(300, 212))
+).closed(partition=(2, 1, 2, 1), slices=(300, 212))
+NAMED_ORDER = make_schedule("interleaved-1f1b", 2, 4, 2, 2)
+RAGGED = make_schedule("interleaved-1f1b", 2, 2, (2, 1), 2)
 ORDER = make_schedule("zb-v", 2, 4, 2, 2)
 FOUND = Plan(schedule=ORDER, data_parallel=1, recompute="stage", offload=0.5).closed(
     slices=(9, 7), partition=(1, 2, 2, 1)
@@ -131,7 +133,13 @@ def test_nothing_is_evaluated_that_is_open_or_for_another_batch(changes: dict[st
 # --- a training's settings -------------------------------------------------------------------------------------------
 
 SHARED = replace(
-    NAMED, context_parallel=2, context_exchange="keys", expert_parallel=3, tensor_parallel=1, recompute="3"
+    NAMED,
+    context_parallel=2,
+    context_exchange="keys",
+    expert_parallel=3,
+    tensor_parallel=1,
+    recompute="3",
+    partition=(2, 1.5, 1.5, 1),
 )
 
 
@@ -151,7 +159,7 @@ def test_settings_say_what_is_open_by_leaving_it_out_or_by_auto() -> None:
     assert Plan().dump() == {"pipeline": {}, "memory": {}, "parallel": {}}
     auto = {"pipeline": {"schedule": "auto-v", "slices": "auto", "partition": "auto", "vocabulary": "auto"}}
     assert Plan.load(auto) == Plan.load({}) == Plan()
-    assert NAMED.dump()["pipeline"]["partition"] == [2, 1.5, 1.5, 1]
+    assert SHARED.dump()["pipeline"]["partition"] == [2, 1.5, 1.5, 1]
     assert FOUND.dump(order="plan.txt")["pipeline"]["schedule"] == "plan.txt"
     assert "stages_per_rank" not in FOUND.dump()["pipeline"]
     assert SHARED.dump()["parallel"] == {
@@ -180,9 +188,18 @@ def test_an_order_in_a_file_is_read_with_it() -> None:
         ({"recompute": "3"}, "recompute='3' can't be predicted"),
         ({"recompute": "segments"}, "recompute='segments' can't be predicted"),
         ({"vocabulary": "spread"}, "vocabulary='spread' can't be predicted with schedule='interleaved-1f1b'"),
+        ({"schedule": add_communication(NAMED_ORDER)}, "the schedule 'interleaved-1f1b' has messages"),
+        ({"schedule": RAGGED, "num_microbatches": 2}, r"has microbatches of \[2, 1\] slices"),
+        ({"offload": 0.5}, r"offload=0.5 without a host: give evaluate\(\.\.\., host=HostMemorySpec"),
+        ({"tensor_parallel": 1}, r"the costs are of Degrees\(tensor=2, .* but the plan has Degrees\(tensor=1"),
+        ({"microbatch_size": 2, "data_parallel": 1, "num_microbatches": 6}, "but the plan has .* microbatch_size=2"),
+        ({"partition": (2, 2, 1, 2)}, r"partition=\[2, 2, 1, 2\] has 7 layers; .* model's 6 in all"),
+        ({"partition": (2, 1.5, 1.5, 1)}, "whole numbers, as its layers can't be cut in half"),
     ],
 )
-def test_what_a_training_has_and_no_search_is_refused_by_name(changes: dict[str, Any], said: str) -> None:
+def test_what_no_costs_are_known_of_is_refused_by_name(changes: dict[str, Any], said: str) -> None:
     space = PlanSpace(source(), SEQ_LEN, 12, PlanOptions())
+    plan = replace(NAMED, **changes)
+    rows = plan.data_parallel * plan.num_microbatches * plan.microbatch_size
     with pytest.raises(SlipstreamError, match=said):
-        evaluate(replace(NAMED, **changes), space.costs(NAMED.degrees, 1), Batch(512, 12), space.source.state)
+        evaluate(plan, space.costs(NAMED.degrees, 1), Batch(512, rows), space.source.state)

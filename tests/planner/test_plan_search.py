@@ -22,8 +22,8 @@ from slipstream.planner.plan_report import PlanReport
 from slipstream.planner.report import reasons
 from slipstream.planner.search import plan_space, search_plans
 from slipstream.planner.search.evaluate import Evaluation
+from slipstream.planner.search.joint_plans import promising
 from slipstream.planner.search.plan_options import PlanOptions
-from slipstream.planner.search.plan_search import promising
 from slipstream.planner.search.plan_space import PlanSpace
 from slipstream.profile import count_model
 from slipstream.schedule import Op, make_schedule, validate

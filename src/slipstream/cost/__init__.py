@@ -51,6 +51,7 @@ from slipstream.cost.work import (
     Stage,
     StageParts,
     Work,
+    check_partition,
     kinds_by_layer,
     messages_of_stages,
     part_kinds,

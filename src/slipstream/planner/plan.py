@@ -206,8 +206,7 @@ class Plan:
     # --- for people --------------------------------------------------------------------------------------------------
 
     def describe(self) -> str:
-        """Returns the choices on one line. Ways to save memory that aren't used are left out, and what is open is named
-        at the end."""
+        """Returns the choices on one line, without what is open, and without ways to save memory that aren't used."""
         parts = [
             self._degrees_text(),
             self._text("expert_parallel", "experts over {} ranks", unless=(1,)),
@@ -256,11 +255,8 @@ class Plan:
         """Raises SlipstreamError where a field has a value that isn't allowed, or two of them contradict each other."""
         for name, allowed in ALLOWED.items():
             value = self.choice(name)
-            if (
-                value is not OPEN
-                and value not in (*allowed, *_UNPREDICTED.get(name, ()))
-                and not _is_layers(name, value)
-            ):
+            possible = (OPEN, *allowed, *_UNPREDICTED.get(name, ()))
+            if value not in possible and not _is_layers(name, value):
                 raise SlipstreamError(f"{name}={value!r} isn't known. Choose one of {', '.join(allowed)}.")
         for name in _COUNTS:
             value = getattr(self, name)

@@ -18,6 +18,7 @@ from slipstream.cost import (
     Stage,
     StageParts,
     StateBytes,
+    check_partition,
     head_part_memory,
     memory_table,
     unit_bounds,
@@ -313,7 +314,8 @@ def evaluate(
     plan.check_closed("evaluate")
     plan.check()
     batch.check(plan)
-    _check_known(plan)
+    _check_known(plan, costs, host)
+    check_partition(plan.partition, costs.num_layers, costs.units_per_layer)
     bounds = unit_bounds(plan.partition, costs.num_layers, costs.units_per_layer)
     cut = PlacedPartition(costs, plan.placement, bounds, plan.vocabulary == "spread")
     return Evaluation(
@@ -327,18 +329,33 @@ def evaluate(
     )
 
 
-def _check_known(plan: Plan) -> None:
-    """Raises SlipstreamError for choices of a training whose costs aren't known."""
-    known = ALLOWED["recompute"]
+def _check_known(plan: Plan, costs: Costs, host: HostMemorySpec | None) -> None:
+    """Raises SlipstreamError for choices of a training whose costs aren't known, and for costs of other ranks."""
+    known, schedule = ALLOWED["recompute"], plan.schedule
     if plan.recompute not in known:
         raise SlipstreamError(
             f"recompute={plan.recompute!r} can't be predicted: what it takes isn't known. Choose one of "
             f"{', '.join(known)}."
         )
-    if plan.vocabulary == "spread" and not isinstance(plan.schedule, Schedule):
+    if plan.vocabulary == "spread" and isinstance(schedule, str):
         raise SlipstreamError(
-            f"vocabulary='spread' can't be predicted with schedule={plan.schedule!r}: it is planned together with the "
+            f"vocabulary='spread' can't be predicted with schedule={schedule!r}: it is planned together with the "
             "order. Give vocabulary='whole', or an order that spreads it (slipstream.schedule.spread_vocabulary)."
+        )
+    if isinstance(schedule, Schedule) and (schedule.is_ragged or schedule.is_lowered):
+        what = "messages" if schedule.is_lowered else f"microbatches of {[*schedule.slice_counts]} slices"
+        raise SlipstreamError(
+            f"the schedule {schedule.name!r} has {what}. Give one of compute actions alone, with equal microbatches."
+        )
+    if plan.offload and host is None:
+        raise SlipstreamError(
+            f"offload={plan.offload:g} without a host: give evaluate(..., host=HostMemorySpec(...)), or 0."
+        )
+    own, theirs = (degrees[: 4 if plan.context_parallel > 1 else 3] for degrees in (plan.degrees, costs.degrees))
+    if (own, plan.microbatch_size) != (theirs, costs.microbatch_size):
+        raise SlipstreamError(
+            f"the costs are of {costs.degrees} and microbatches of {costs.microbatch_size}, but the plan has "
+            f"{plan.degrees} and microbatch_size={plan.microbatch_size}. Give costs of the plan's."
         )
 
 

@@ -1,44 +1,34 @@
-"""The search for a plan: of all configurations that divide and fit, the one whose simulated step is shortest.
-
-The joint search's plans on the most promising meshes: cuts inside layers, placements, slices and orders.
-
-A named schedule has whole layers in stages of equal numbers. The joint search (`slipstream.planner.joint`) has neither
-limit, but takes seconds for each mesh. So it is tried on the few that are best with named schedules. Its plans are then
-simulated, and their memory counted in full, like any other configuration.
-"""
+"""The search for a plan: of all configurations that divide and fit, the one whose simulated step is shortest."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
 from heapq import heappop, heappush, nsmallest
 from itertools import islice, product
-from math import ceil, inf, prod
-from operator import attrgetter, itemgetter
-from typing import Any
+from math import inf, prod
 
-from slipstream.cost import BY_LAYER, CostSource, CountedCosts, Degrees
+from slipstream.cost import CostSource, Degrees
 from slipstream.errors import SlipstreamError
-from slipstream.planner.joint import (
-    JointPlan,
-    JointProblem,
-    Tabulated,
-    Vocabulary,
-    find_vocabulary_plan,
-)
-from slipstream.planner.plan import AUTO, CHOICES, Plan
+from slipstream.planner.plan import CHOICES, Plan
 from slipstream.planner.plan_report import Alternative, PlanReport, Prediction
 from slipstream.planner.search.evaluate import Evaluation
 from slipstream.planner.search.frontier import Frontier, ProgressReport
+from slipstream.planner.search.joint_plans import is_wanted, joint_candidates, promising
+from slipstream.planner.search.misfit import (
+    NOTHING_SPREAD,
+    explain_misfit,
+    nothing_divides,
+    nothing_joint,
+    smallest_plans,
+)
 from slipstream.planner.search.plan_options import PlanOptions
 from slipstream.planner.search.plan_space import PlanSpace
 from slipstream.planner.search.schedule_shape import working_memory
-from slipstream.schedule import Schedule, split_backwards
+from slipstream.schedule import Schedule
 from slipstream.simulator import simulate
 from slipstream.timeline import Timeline
-from slipstream.units import bytes_text, plural
 
 _MOST_SCHEDULED_EACH = 2  # configurations whose schedule is made, for each that may be simulated
 _MOST_UNITS = 1_000_000  # slices of stages in all schedules that are made
@@ -83,12 +73,12 @@ def search_plans(
     run.search_jointly()
     best, alternatives = run.settle()
     if not best and options.vocabulary == ("spread",):
-        raise SlipstreamError(_NOTHING_SPREAD)
+        raise SlipstreamError(NOTHING_SPREAD)
     if not best and run.seconds:
-        raise run.nothing_joint()
+        raise nothing_joint(min(run.seconds, key=run.seconds.__getitem__))
     if not best:
-        if not (few := _smallest(space)):
-            raise _nothing_divides(space)
+        if not (few := smallest_plans(space)):
+            raise nothing_divides(space)
         for smallest in few:
             run.simulate(smallest)
         best, alternatives = run.settle()
@@ -126,13 +116,6 @@ def search_plans(
         sequence_parallel=source.sequence_parallel and best[0].plan.tensor_parallel > 1,
         fused=source.fused,
     )
-
-
-_NOTHING_SPREAD = (
-    "vocabulary=spread: it is planned together with cuts, slices and order, for pipelines whose ranks share nothing "
-    "else, and none was found that fits. Allow schedule=auto and slicing=auto, tensor, context and expert parallelism "
-    "of 1, and any stages_per_rank and num_slices; or vocabulary=whole too."
-)
 
 
 @dataclass
@@ -228,14 +211,6 @@ class _PlanSearch:
                 del self.seconds[other]
             self.seconds[plan] = seconds
 
-    def nothing_joint(self) -> SlipstreamError:
-        """Returns the error where a named schedule fits, but isn't allowed, and the joint search finds nothing."""
-        fastest = min(self.seconds, key=self.seconds.__getitem__)
-        return SlipstreamError(
-            "schedule=auto: no cut, slices and order were found together that fit, but "
-            f"{fastest.describe()} does. Allow schedule={fastest.schedule_name} and slicing={fastest.slicing} too."
-        )
-
     @property
     def _is_limited(self) -> bool:
         """True once the limits on simulations, and on schedules made in vain, are reached."""
@@ -324,266 +299,6 @@ def _kind(plan: Plan) -> _Kind:
     """Returns what decides how close a bound is: the mesh, the order, and whether copies to the host take time too."""
     degrees, of_mesh = plan.degrees, (plan.pipeline_parallel, plan.data_parallel, plan.microbatch_size)
     return degrees, *of_mesh, plan.schedule_name, plan.stages_per_rank, plan.offload > 0
-
-
-def _nothing_divides(space: PlanSpace) -> SlipstreamError:
-    """Returns the error that names the degree that is impossible by itself, or beside the others that are given."""
-    source, options, sequences = space.source, space.options, plural(space.global_batch, "sequence")
-    devices, layers = plural(source.num_devices, "device"), plural(len(source.kinds), "layer")
-    rules = {
-        "tensor_parallel": f"must divide the {devices} and every layer's heads",
-        "context_parallel": f"must divide the {devices} and leave each rank enough tokens of {space.seq_len}",
-        "expert_parallel": "must divide every layer's experts, and data_parallel times context_parallel",
-        "pipeline_parallel": f"must divide the {devices} and be at most the {layers}",
-        "data_parallel": f"must divide the {devices} and the batch of {sequences}",
-    }
-    names = [choice for choice in CHOICES if getattr(options, choice) is not None]
-    given = {name: getattr(options, name) for name in names}
-    texts = {name: f"{name}={','.join(map(str, values))}" for name, values in given.items()}
-
-    def meshes(allowed: dict[str, Any]) -> Iterator[Plan]:
-        # Ranks that share layers may be on several nodes where that was asked for.
-        degrees: dict[str, Any] = dict.fromkeys(rules) | {"tensor_parallel": source.tensor_parallel_degrees}
-        return PlanSpace(source, space.seq_len, space.global_batch, replace(options, **degrees | allowed)).meshes()
-
-    alone = [name for name in rules if name in given and next(meshes({name: given[name]}), None) is None]
-    for name in alone or (name for name in rules if name in given):
-        others = [other for other in rules if other in given and other != name and not alone]
-        possible = {getattr(mesh, name) for mesh in meshes({other: given[other] for other in others})}
-        if allowed := sorted(possible - {*given[name]}):
-            beside = " beside " + " and ".join(map(texts.__getitem__, others)) if others else ""
-            return SlipstreamError(
-                f"{texts[name]} fits nothing{beside}: it {rules[name]}. Choose from "
-                f"{', '.join(map(str, allowed))}, or leave it out."
-            )
-    return SlipstreamError(
-        f"no configuration fits these numbers: {devices}, {layers}, a global batch of {sequences}. Change the batch or "
-        f"the number of nodes{', or allow more than ' + ', '.join(texts.values()) if texts else ''}."
-    )
-
-
-_SMALLEST = 8  # configurations whose memory is counted
-_MOST_NODES = 64  # how many times the nodes may grow
-
-
-def explain_misfit(space: PlanSpace, num_meshes: int) -> SlipstreamError:
-    """Returns the error for a search in which every configuration is too large."""
-    candidates = [space.evaluate(plan) for plan in _smallest(space)]
-    smallest = min(candidates, key=lambda candidate: max(candidate.peaks()))
-    peaks, away, host = smallest.peaks(), smallest.host_peak(), space.source.host
-    peak, room, has = max(peaks), space.memory, f"{bytes_text(space.memory)} that may be used of a device"
-    where = f"on rank {peaks.index(peak)}"
-    if peak <= room and host is not None:
-        peak, room, has = away, host.capacity, f"{bytes_text(host.capacity)} that a host has for each device"
-        where = "on a host"
-    larger = f"a device of which {bytes_text(_in_digits(max(peaks)))} may be used"
-    if away and host is not None and away > host.capacity:
-        larger += f", with {bytes_text(_in_digits(away))} on its host"
-    return SlipstreamError(
-        f"nothing fits: the smallest configuration on {plural(num_meshes, 'mesh')} needs {bytes_text(peak)} {where}, "
-        f"{bytes_text(peak - room)} more than the {has} ({smallest.plan.describe()}). The cheapest "
-        f"change that would fit: {next(_changes(space), larger)}."
-    )
-
-
-def _in_digits(num_bytes: float) -> float:
-    """Returns a size that is no less, with the digits that are shown."""
-    power = 10.0 ** (len(f"{num_bytes:.0f}") - 3)
-    return ceil(num_bytes / power) * power
-
-
-def _smallest(space: PlanSpace) -> list[Plan]:
-    """Returns the configurations of least memory by their bounds, with all ways to save memory that are allowed."""
-    slices = space.longest >= space.seq_len and space.options.allows("slicing", "equal-time")
-    saving: dict[str, Any] = {
-        "recompute": space.source.recomputations[-1:],
-        "offload": (0.0, 1.0) if space.source.host else None,
-        "microbatch_size": (min(space.source.microbatch_sizes or (1,)),),
-        "num_slices": (1, 8) if slices else None,
-        "slicing": ("equal-time",),
-    }
-    unsaid = {choice: values for choice, values in saving.items() if getattr(space.options, choice) is None}
-    saving_space = PlanSpace(space.source, space.seq_len, space.global_batch, replace(space.options, **unsaid))
-    smallest: list[tuple[float, Plan]] = []
-    for mesh in sorted(saving_space.meshes(), key=saving_space.mean_state):
-        if len(smallest) == _SMALLEST and smallest[-1][0] <= saving_space.mean_state(mesh):
-            break
-        more = ((size, c) for _, size, c in saving_space.of_mesh(mesh))
-        smallest = nsmallest(_SMALLEST, [*smallest, *more], key=itemgetter(0))
-    return [plan for _, plan in smallest]
-
-
-def _changes(space: PlanSpace) -> Iterator[str]:
-    """Yields changes that would fit, the cheapest first: more choices, more memory, more nodes, fewer tokens."""
-    options, source = space.options, space.source
-    for choice in CHOICES:
-        anything: dict[str, Any] = {choice: None}
-        if getattr(options, choice) is not None and (best := _fitting(replace(options, **anything), space)):
-            yield f"allow {choice}={best.choice(choice)}"
-    if space.memory < source.memory and _fitting(replace(options, memory_limit=source.memory), space):
-        yield f"allow all {bytes_text(source.memory)} of a device's memory"
-    for more in source.larger(_MOST_NODES):
-        best = _fitting(options, PlanSpace(more, space.seq_len, space.global_batch, options))
-        if best is not None:
-            yield f"{plural(more.num_devices, 'device')} instead of {source.num_devices} ({best.describe()})"
-    length = space.seq_len // 2
-    while length >= 256:
-        if _fitting(options, PlanSpace(source, length, space.global_batch, options)):
-            yield f"sequences of {length} tokens"
-        length //= 2
-
-
-def _fitting(options: PlanOptions, space: PlanSpace) -> Plan | None:
-    """Returns one of the smallest configurations that fits, if any."""
-    other = PlanSpace(space.source, space.seq_len, space.global_batch, options)
-    fitting = (c for c in _smallest(other) if other.may_fit(c) and other.fits(other.evaluate_in_part(c)))
-    return next(fitting, None)
-
-
-_EFFORT = 7e6  # of each joint search: a few seconds
-_MOST_MESHES = 2
-_MOST_SLICES = 32
-_MOST_JOINT_UNITS = 4096  # slices of a rank's microbatches, in one order
-
-
-def is_wanted(options: PlanOptions) -> bool:
-    """Returns whether the options leave order, cut and slices to a joint search."""
-    choices = (options.stages_per_rank, options.num_slices)
-    free = options.allows("schedule", AUTO) and options.allows("slicing", AUTO)
-    return free and all(values is None for values in choices)
-
-
-def promising(configurations: Iterable[Plan]) -> list[Plan]:
-    """Returns the first configuration of each of the first few meshes with a pipeline; those whose tensor-parallel and
-    pipeline degrees no earlier one has come before others, as meshes that differ in less are alike."""
-    pipelines = [c for c in configurations if c.pipeline_parallel > 1 and c.schedule_name != AUTO]
-    firsts: dict[object, Plan] = {}
-    for kind in (attrgetter("tensor_parallel", "pipeline_parallel"), attrgetter("mesh")):
-        for c in pipelines:
-            firsts.setdefault(kind(c), c)
-    return list(dict.fromkeys(firsts.values()))[:_MOST_MESHES]
-
-
-def joint_candidates(space: PlanSpace, start: Plan, best: float, report: ProgressReport) -> Iterator[Plan]:
-    """Yields the plans on the mesh of `start`, with less and less memory, and adds them to the space.
-
-    Nothing is sought that takes `best` seconds or more. These are tried in turn:
-
-    1. The best without a limit of memory, as it is and with `start`'s offloading.
-    2. The best within the device's memory, by the full account of it; with `start`'s offloading only where nothing
-       else is known to fit.
-    3. The first again, with all of `start`'s ways to save memory.
-
-    With these, weight gradients directly follow input gradients, as in named schedules, or belong to them where layers
-    are recomputed one by one.
-    """
-    allows, problem = space.options.allows, _problem(space, start, best)
-    added = partial(_added, space, start)
-    free = _find(space, start, problem, report)
-    kinds = (free, free.other_head) if free else ()
-    plans = sorted((plan for kind in kinds if kind for plan in (kind, *kind.rejected)), key=lambda plan: plan.seconds)
-    for offload, plan in product(dict.fromkeys((0.0, start.offload)), plans):
-        if allows("recompute", "none") and allows("offload", offload):
-            yield added(_split(plan) if _saves(start) else plan, "none", offload)
-    # What isn't fast enough without a limit isn't within one.
-    if (free or not problem.split) and allows("offload", start.offload) and space.memory < inf:
-        account = partial(_most_bytes, space, start)
-        within = replace(problem, memory_limit=space.memory, account=account, split=True)
-        limited = _find(space, start, within, report)
-        if limited and allows("recompute", limited.recompute):
-            yield added(limited, limited.recompute, start.offload)
-    if start.recompute != "none":
-        split_plans = plans if start.recompute in BY_LAYER else map(_split, plans)
-        yield from (added(plan, start.recompute, start.offload) for plan in split_plans)
-
-
-def _saves(start: Plan) -> bool:
-    # On the host, or by recomputation.
-    return start.offload > 0 or start.recompute != "none"
-
-
-def _problem(space: PlanSpace, start: Plan, best: float) -> JointProblem:
-    """Returns the problem for the mesh of a configuration, without a limit of memory: a step shorter than `best`."""
-    num_microbatches, costs = space.shape(start).num_microbatches, space.costs(start.degrees, start.microbatch_size)
-    granularity = _granularity(space)
-    return JointProblem(
-        costs=Tabulated(costs, space.seq_len, granularity) if isinstance(costs, CountedCosts) else costs,
-        state=space.source.state,
-        replicas=start.data_parallel,
-        optimizer_shards=start.optimizer_shards,
-        seq_len=space.seq_len,
-        num_ranks=start.pipeline_parallel,
-        num_microbatches=num_microbatches,
-        granularity=granularity,
-        most_slices=max(1, min(_MOST_SLICES, _MOST_JOINT_UNITS // num_microbatches)),
-        # a slice is whole on the device while it runs, so where memory is scarce none is longer than those that fit
-        longest_slice=max(space.slices(start)) if _saves(start) else space.longest,
-        split=not _saves(start),  # the factors of weight gradients stay on the device until then
-        effort=_EFFORT,
-        most_seconds=best - float(space.tails(start).sum(axis=0).min()),
-        tied=isinstance(costs, CountedCosts) and costs.model.tied,
-    )
-
-
-def _find(space: PlanSpace, start: Plan, problem: JointProblem, report: ProgressReport) -> JointPlan | None:
-    """Returns the joint plan; None where nothing fits or is as fast."""
-
-    def show(share: float) -> None:
-        report("cuts and orders, percent", round(100 * share), 100)
-
-    try:
-        return find_vocabulary_plan(problem, _vocabulary(space, start), show)
-    except SlipstreamError:
-        return None
-
-
-def _vocabulary(space: PlanSpace, start: Plan) -> Vocabulary:
-    """Returns how a plan may have the head: spread where training does it, for ranks that share nothing else."""
-    allows, rows = space.options.allows, space.costs(start.degrees, start.microbatch_size).vocab_size
-    can_be = "vocabulary" not in space.source.refusals and start.degrees == Degrees() and start.shard != "parameters"
-    if not can_be or not allows("vocabulary", "spread") or rows < start.pipeline_parallel:
-        return "whole"
-    return "auto" if allows("vocabulary", "whole") else "spread"
-
-
-def _most_bytes(
-    space: PlanSpace,
-    start: Plan,
-    found: Plan,
-) -> list[float]:
-    """Returns the most bytes that each rank holds."""
-    return space.evaluate(_closed(start, found, found.recompute, start.offload)).peaks()
-
-
-def _split(plan: JointPlan) -> JointPlan:
-    """Returns the plan, and those it was chosen from, with backwards split as in named schedules."""
-    rejected = tuple(_split(rejected) for rejected in plan.rejected)
-    return replace(plan.in_order(split_backwards(plan.schedule), plan.seconds), rejected=rejected)
-
-
-def _granularity(space: PlanSpace) -> int:
-    """Returns the fewest tokens of which slices may be multiples, so that the last one isn't too short either."""
-    shortest, length = space.choices.shortest, space.seq_len
-    least = max(shortest, space.choices.granularity)
-    return next(step for step in range(least, length + 1) if length % step == 0 or length % step >= shortest)
-
-
-def _added(space: PlanSpace, start: Plan, found: JointPlan, recompute: str, offload: float) -> Plan:
-    """Returns the joint search's plan on the mesh of `start`, and adds it to the space."""
-    plan = _closed(start, found.plan, recompute, offload)
-    space.found[plan] = found
-    return plan
-
-
-def _closed(start: Plan, found: Plan, recompute: str, offload: float) -> Plan:
-    return start.closed(
-        schedule=found.schedule,
-        slicing=AUTO,
-        recompute=recompute,
-        offload=offload,
-        partition=found.partition,
-        slices=found.slices,
-    )
 
 
 # Kinds of recomputation by how little they hold, each with those that are never slower.
