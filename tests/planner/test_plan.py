@@ -47,6 +47,8 @@ def test_what_is_open_is_one_object_wherever_it_goes() -> None:
     assert pickle.loads(pickle.dumps(Plan())).schedule is OPEN
     assert copy.deepcopy(Plan()) == Plan()
     assert repr(OPEN) == "OPEN"
+    assert repr(Plan(pipeline_parallel=2, shard="none")) == "Plan(pipeline_parallel=2, shard='none')"
+    assert repr(Plan(schedule=ORDER)) == "Plan(schedule=<zb-v>)"
 
 
 def test_what_follows_from_what_is_decided() -> None:

@@ -39,7 +39,7 @@ ALLOWED: Mapping[str, tuple[str, ...]] = {
 """The names that a field of a plan may have."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Plan:
     """One way to train. A field that isn't decided yet is `OPEN`.
 
@@ -240,6 +240,12 @@ class Plan:
 
     def __str__(self) -> str:
         return self.describe()
+
+    def __repr__(self) -> str:
+        values = {name: repr(getattr(self, name)) for name in FIELDS if getattr(self, name) is not OPEN}
+        if isinstance(self.schedule, Schedule):
+            values["schedule"] = f"<{self.schedule.name}>"  # its actions may be thousands
+        return f"Plan({', '.join(f'{name}={value}' for name, value in values.items())})"
 
     # --- checks ------------------------------------------------------------------------------------------------------
 
