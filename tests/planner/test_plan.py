@@ -12,7 +12,7 @@ import yaml
 
 from slipstream.errors import SlipstreamError
 from slipstream.planner.plan import CHOICES, FIELDS, MESH, ONE_DEVICE, OPEN, Plan
-from slipstream.planner.search import Batch, PlanOptions, evaluate
+from slipstream.planner.search import GlobalBatch, PlanOptions, evaluate
 from slipstream.planner.search.plan_space import PlanSpace
 from slipstream.schedule import add_communication, make_schedule, spread_vocabulary
 from support.small_clusters import SEQ_LEN, source
@@ -126,7 +126,7 @@ def test_what_contradicts_itself_is_refused(plan: Plan, said: str) -> None:
 def test_nothing_is_evaluated_that_is_open_or_for_another_batch(changes: dict[str, Any], said: str) -> None:
     space = PlanSpace(source(), SEQ_LEN, 12, PlanOptions())
     costs = space.costs(NAMED.degrees, 1)
-    batch = Batch(512, 12)
+    batch = GlobalBatch(512, 12)
     assert evaluate(NAMED, costs, batch, space.source.state).seconds > 0
     with pytest.raises(SlipstreamError, match=said):
         evaluate(replace(NAMED, **changes), costs, batch, space.source.state)
@@ -204,4 +204,4 @@ def test_what_no_costs_are_known_of_is_refused_by_name(changes: dict[str, Any], 
     plan = replace(NAMED, **changes)
     rows = plan.data_parallel * plan.num_microbatches * plan.microbatch_size
     with pytest.raises(SlipstreamError, match=said):
-        evaluate(plan, space.costs(NAMED.degrees, 1), Batch(512, rows), space.source.state)
+        evaluate(plan, space.costs(NAMED.degrees, 1), GlobalBatch(512, rows), space.source.state)

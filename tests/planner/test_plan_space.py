@@ -17,7 +17,7 @@ from slipstream.planner.plan import ONE_DEVICE, Plan
 from slipstream.planner.search import bounds as search_bounds
 from slipstream.planner.search import search_plans
 from slipstream.planner.search.bounds import MemoryBound
-from slipstream.planner.search.evaluate import Batch, Evaluation, evaluate
+from slipstream.planner.search.evaluate import Evaluation, GlobalBatch, evaluate
 from slipstream.planner.search.frontier import Frontier
 from slipstream.planner.search.placed_partition import PlacedPartition
 from slipstream.planner.search.plan_options import PlanOptions
@@ -192,7 +192,7 @@ def test_a_plan_is_evaluated_without_a_search(schedule: str, recompute: str, off
     )
     found, source_of = space.evaluate(plan), space.source
     costs = space.costs(plan.degrees, plan.microbatch_size)
-    alone = evaluate(space.predict(found).plan, costs, Batch(SEQ_LEN, 8), source_of.state, source_of.host)
+    alone = evaluate(space.predict(found).plan, costs, GlobalBatch(SEQ_LEN, 8), source_of.state, source_of.host)
     assert alone.causes == found.causes
     assert (alone.seconds, alone.peaks(), alone.host_peak()) == (found.seconds, found.peaks(), found.host_peak())
 
@@ -417,7 +417,7 @@ def test_a_plan_of_frozen_layers_is_cut_for_what_runs(schedule: str, stages: int
         assert frozen.cut.bounds[1] > whole.cut.bounds[1]
         space = space_of(source(partly, small_cluster(1)), 4)
         moved = replace(space.predict(frozen).plan, partition=partition_of(whole.cut.bounds, 1))
-        assert evaluate(moved, frozen.cut.costs, Batch(SEQ_LEN, 4), state).seconds > frozen.seconds
+        assert evaluate(moved, frozen.cut.costs, GlobalBatch(SEQ_LEN, 4), state).seconds > frozen.seconds
 
 
 def test_halves_of_two_layers_keep_what_enters_both() -> None:

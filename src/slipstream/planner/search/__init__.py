@@ -1,6 +1,6 @@
 """Searches all configurations for the plan with the shortest simulated step."""
 
-from slipstream.planner.search.evaluate import Batch, Evaluation, evaluate
+from slipstream.planner.search.evaluate import Evaluation, GlobalBatch, evaluate
 from slipstream.planner.search.placed_partition import balanced_layers
 from slipstream.planner.search.plan_options import PlanOptions, check_count, make_options
 from slipstream.planner.search.plan_search import search_plans

@@ -47,7 +47,7 @@ def _itself(stage: Stage) -> Stage:
 
 
 @dataclass(frozen=True)
-class Batch:
+class GlobalBatch:
     """The sequences of a step, over all devices.
 
     Args:
@@ -297,7 +297,7 @@ def _by_kind(memory: RankMemory) -> dict[MemoryKind, float]:
 
 
 def evaluate(
-    plan: Plan, costs: Costs, batch: Batch, state: StateBytes, host: HostMemorySpec | None = None
+    plan: Plan, costs: Costs, batch: GlobalBatch, state: StateBytes, host: HostMemorySpec | None = None
 ) -> Evaluation:
     """Returns what a step of a plan takes and holds.
 

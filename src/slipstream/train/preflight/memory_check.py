@@ -15,7 +15,7 @@ from slipstream.cost import CountedOperations, HostMemorySpec, ModelCount, State
 from slipstream.errors import SlipstreamError
 from slipstream.model import expert_modules, meta_model, recompute_advice, torch_dtype
 from slipstream.planner import OPEN, Plan
-from slipstream.planner.search import Batch, Evaluation, balanced_layers, evaluate, sequence_seconds
+from slipstream.planner.search import Evaluation, GlobalBatch, balanced_layers, evaluate, sequence_seconds
 from slipstream.profile import count_model
 from slipstream.schedule import SCHEDULES, USUAL_SCHEDULE, USUAL_SLICES, Schedule, slice_lengths
 from slipstream.train.config import Config, named_schedule, precision_named
@@ -177,7 +177,7 @@ def _evaluate(config: Config, count: ModelCount, length: int, changes: dict[str,
         weights = [sequence_seconds(costs, length, layer) for layer in layers]
         plan = plan.closed(partition=tuple(balanced_layers(weights, plan.placement)))
     rows = plan.data_parallel * plan.num_microbatches * plan.microbatch_size
-    return evaluate(plan, costs, Batch(length, rows), StateBytes.of(count.dtype), _ANY_HOST)
+    return evaluate(plan, costs, GlobalBatch(length, rows), StateBytes.of(count.dtype), _ANY_HOST)
 
 
 def _run_plan(config: Config, length: int, changes: dict[str, Any]) -> Plan:
