@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import slipstream
 from slipstream import CutTokens, Layers, Memory, Parallelism, Pipeline, make_mesh
 from slipstream.parallel import MeshAxis, add_axis
+from slipstream.pipeline.cut_batch import SlicedValues
 from support.architectures import BOUND, gradient_error
 from support.parallel.group_cases import by_name, run_cases
 
@@ -30,12 +31,18 @@ SLICES, WIDTH, BATCH, TOKENS = (5, 4, 6), 6, 3, 15
 
 def part_of(batch: Any, rank: int, size: int) -> Any:
     """Returns a rank's part of a split batch: a run of tokens of every slice, at most one longer than another's."""
-    slices, targets = [], []
-    for pieces, labels in zip(batch.slices, batch.targets, strict=True):
-        bounds = [(len(piece.tokens) * rank // size, len(piece.tokens) * (rank + 1) // size, piece) for piece in pieces]
-        slices.append([replace(piece, tokens=piece.tokens[a:b]) for a, b, piece in bounds])
-        targets.append([label[:, a:b] for (a, b, _), label in zip(bounds, labels, strict=True)])
-    return replace(batch, slices=slices, targets=targets)
+    bounds = [
+        [(len(piece.tokens) * rank // size, len(piece.tokens) * (rank + 1) // size) for piece in pieces]
+        for pieces in batch.slices
+    ]
+
+    def own(values: SlicedValues) -> SlicedValues:
+        rows = zip(bounds, values.slices, strict=True)
+        return replace(values, slices=[[each[:, a:b] for (a, b), each in zip(*row, strict=True)] for row in rows])
+
+    rows = zip(bounds, batch.slices, strict=True)
+    slices = [[replace(piece, tokens=piece.tokens[a:b]) for (a, b), piece in zip(*row, strict=True)] for row in rows]
+    return replace(batch, slices=slices, values={name: own(values) for name, values in batch.values.items()})
 
 
 def layers() -> nn.Sequential:
