@@ -111,7 +111,7 @@ def wrapped(model: Any) -> None:
 def test_halves_are_not_chosen_for_a_layer_that_was_changed(make: Callable[[Any], None]) -> None:
     """Where they are without the change, as they balance the ranks best."""
     change = replace(CHANGES["hook on a layer"], config=llama(vocab_size=400), make=make)
-    settings: dict[str, Any] = {"num_ranks": 2, "slices": SLICES}
+    settings: dict[str, Any] = {"schedule": "1f1b", "num_ranks": 2, "slices": SLICES}
     with no_rounding_inside():
         plain, changed = Pipeline(build(change.config), **settings), Pipeline(change.built(), **settings)
         assert [each.stop for each in plain.layout.layers] == [2.5, 4]

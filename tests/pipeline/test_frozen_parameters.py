@@ -106,7 +106,7 @@ def test_layers_are_cut_for_what_is_computed() -> None:
     frozen = ["model.embed_tokens*", *(f"model.layers.{layer}.*" for layer in range(6))]
 
     def first(**more: Any) -> float:
-        pipe = make_pipe(llama(num_hidden_layers=8), num_ranks=2, slices=4, seq_len=64, **more)
+        pipe = make_pipe(llama(num_hidden_layers=8), schedule="1f1b", num_ranks=2, slices=4, seq_len=64, **more)
         return pipe.layout.layers[0].stop
 
     assert first() < 5

@@ -149,7 +149,12 @@ def assert_same_bits(model: PreTrainedModel, whole: list[float], *cuts: dict[str
     inputs, found = tokens(batch=4), list[tuple[Tensor, dict[str, Tensor]]]()
     for cut in ({"partition": whole}, *cuts):
         torch.manual_seed(7)
-        options = {"slices": SLICES, "num_microbatches": 2, "num_ranks": len(cut["partition"])} | cut
+        options = {
+            "schedule": "1f1b",
+            "slices": SLICES,
+            "num_microbatches": 2,
+            "num_ranks": len(cut["partition"]),
+        } | cut
         pipe = make_pipe(copy.deepcopy(model), **options)
         found.append((pipe.step(inputs, labels_of(inputs)), gradients(pipe)))
         assert torch.equal(found[-1][0], found[0][0]), cut
@@ -206,7 +211,11 @@ def heavy_head(**changes: object) -> PretrainedConfig:
 
 
 def stages(config: PretrainedConfig, **settings: object) -> list[float]:
-    return layers_of(make_pipe(AutoModelForCausalLM.from_config(config), **{"slices": 4, "num_ranks": 2} | settings))
+    return layers_of(
+        make_pipe(
+            AutoModelForCausalLM.from_config(config), **{"schedule": "1f1b", "slices": 4, "num_ranks": 2} | settings
+        )
+    )
 
 
 LONG = llama(vocab_size=2 * LAYER // 32, num_hidden_layers=6)  # by its weights the head is two layers

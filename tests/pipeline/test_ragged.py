@@ -216,7 +216,7 @@ def unsplit_rows(name: str, inputs: list[Any], targets: list[Tensor]) -> tuple[T
 def test_steps_of_any_shape_follow_each_other() -> None:
     """Each has its own schedule, which may be prepared while the one before runs; rows of one length afterwards have
     theirs again, and preparations for other lengths are forgotten when there are too many."""
-    pipe = pipe_of("gpt2", num_microbatches=2, slices=3, num_ranks=2)
+    pipe = pipe_of("gpt2", "1f1b", num_microbatches=2, slices=3, num_ranks=2)
     even = pipe.layout
     for lengths, after in pairwise([[9, 40], [40, 9], [9, 40], [30, 30], [5, 5, 8], [40]]):
         pipe.prepare(after)
@@ -440,7 +440,7 @@ def test_rates_of_another_pipeline_plan_the_same_steps(rates: StageRates) -> Non
     seconds = {op: each * [1e4, 1, 1] for op, each in rates.rates.items()}
     dear = replace(rates, rates=seconds, token_bytes=0.1, latency=1 / 3, bandwidth=1e9 / 7)
     kept = StageRates.from_json(json.loads(json.dumps(dear.to_json())))
-    assert (kept.message_bytes, kept.latency, kept.bandwidth, kept.windows) == (0.1, 1 / 3, 1e9 / 7, dear.windows)
+    assert (kept.token_bytes, kept.latency, kept.bandwidth, kept.windows) == (0.1, 1 / 3, 1e9 / 7, dear.windows)
     for given_rates in (dear, kept):
         other = planned(schedule="1f1b", rates=given_rates)
         other.step(inputs, inputs)

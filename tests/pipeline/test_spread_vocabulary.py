@@ -140,7 +140,7 @@ WITHOUT_EMBEDDING = spread_vocabulary(make_schedule("1f1b", 2, 1, 2))
         (UNTIED, {"loss_fn": lambda outputs, targets: (outputs.sum(), 1)}, "with loss_fn=...: no rank has all logits"),
         (UNTIED, {"shard": "parameters"}, "with parallel.shard='parameters'"),
         (UNTIED, {"schedule": "auto"}, "with schedule='auto'"),
-        (UNTIED, {"slices": "auto"}, "with slices='auto'"),
+        (UNTIED, {"slices": "auto"}, "or slices='auto'"),
         (UNTIED, {"vocabulary": "half"}, "vocabulary='half': give one of auto, whole, spread"),
         (
             UNTIED,

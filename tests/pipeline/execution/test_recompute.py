@@ -44,7 +44,7 @@ WHOLE = RecomputePolicy(by_stage=True)
 
 def step(model: nn.Module, recompute: str | int, **settings: object) -> tuple[Tensor, dict[str, Tensor]]:
     torch.manual_seed(7)
-    settings = {"slices": SLICES, "num_microbatches": 2, "num_ranks": 2} | settings
+    settings = {"schedule": "1f1b", "slices": SLICES, "num_microbatches": 2, "num_ranks": 2} | settings
     pipe = make_pipe(copy.deepcopy(model), recompute=recompute, **settings)
     inputs = tokens(batch=4)
     loss = pipe.step(inputs, labels_of(inputs))

@@ -104,7 +104,7 @@ def test_plans_are_faster_than_those_for_training_everything() -> None:
     def seconds(lengths: tuple[int, ...], by: Pipeline) -> float:
         plan = find_step_plan(by._runtime.plans.settings.step_problem(lengths, rates_of(by)))
         problem = pipe._runtime.plans.settings.step_problem(lengths, rates_of(pipe))
-        layout = pipe._runtime._laid_out(plan.schedule)
+        layout = pipe._runtime.plans.check_and_lay_out(plan.schedule)
         return simulate(layout.training, SlicedStep.of(problem, plan.groups, plan.slices).costs()).makespan
 
     ratios = [

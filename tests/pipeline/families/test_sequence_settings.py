@@ -30,7 +30,9 @@ def peak(recompute: str, num_ranks: int = 1) -> int:
     """Bytes alive at most in a step of one microbatch."""
     pipe = Pipeline(
         deep(),
+        "1f1b",
         num_microbatches=1,
+        slices=1,
         memory=Memory(recompute=recompute),
         layers=Layers(costs=[1.0] * 48),
         num_ranks=num_ranks,
@@ -193,10 +195,12 @@ def test_offload_and_schedules_found_by_measuring() -> None:
 
 def test_balance_names_the_layer_that_is_in_the_way() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 800), nn.Linear(800, 8)), nn.Linear(8, 8))
-    pipe = Pipeline(model, num_ranks=2, layers=Layers(costs=[1, 6, 1, 1]))
+    pipe = Pipeline(model, "1f1b", slices=1, num_ranks=2, layers=Layers(costs=[1, 6, 1, 1]))
     assert (pipe.balance.rank, pipe.balance.layer, pipe.balance.imbalance) == (0, "layer 1.0 (Linear)", 7 / 4.5)
     counted = Pipeline(
         nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)], Unchanged()),
+        "1f1b",
+        slices=1,
         layers=Layers(example=torch.randn(4, 8)),
         num_ranks=2,
     )

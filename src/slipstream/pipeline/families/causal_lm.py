@@ -240,6 +240,8 @@ class CausalLMFamily(ModelFamily):
             count = count_model(
                 self.config, longest, computed, self.trained, options.runtime.fused, halves=not stays_whole
             )
+            if not count.num_trained:
+                raise SlipstreamError("nothing is trained")
             cluster = typical_cluster(device, self._ranks.world.size * (num_ranks // self._ranks.pipeline.size))
             return AnalyticSource(count, cluster, self.name, options.parallel.sequence_parallel, options.runtime.fused)
 

@@ -98,8 +98,11 @@ def check_spread(config: PretrainedConfig, tensor_ranks: int, num_ranks: int, op
         "loss_fn=...": (options.loss_fn is not None, "no rank has all logits"),
         f"tp={tensor_ranks} in the mesh": (tensor_ranks > 1, "tensor ranks share the vocabulary already"),
         "parallel.shard='parameters'": (options.parallel.shard == "parameters", "rows of rows aren't gathered"),
-        f"schedule={options.schedule!r}": (options.schedule in AUTOMATIC, "it doesn't measure the parts of the head"),
-        "slices='auto'": (options.slices == "auto", "it doesn't measure the parts of the head"),
+        # Either makes the other "auto" where that is open.
+        "schedule='auto' or slices='auto'": (
+            options.schedule in AUTOMATIC or options.slices == "auto",
+            "the parts of the head aren't measured",
+        ),
     }
     for setting, (is_given, reason) in problems.items():
         if is_given:

@@ -348,9 +348,7 @@ def _check_known(plan: Plan, costs: Costs, host: HostMemorySpec | None) -> None:
             f"the schedule {schedule.name!r} has {what}. Give one of compute actions alone, with equal microbatches."
         )
     if plan.offload and host is None:
-        raise SlipstreamError(
-            f"offload={plan.offload:g} without a host: give evaluate(..., host=HostMemorySpec(...)), or 0."
-        )
+        raise SlipstreamError(f"offload={plan.offload:g} without a host: give its memory as `host`, or offload=0.")
     own, theirs = (degrees[: 4 if plan.context_parallel > 1 else 3] for degrees in (plan.degrees, costs.degrees))
     if (own, plan.microbatch_size) != (theirs, costs.microbatch_size):
         raise SlipstreamError(
