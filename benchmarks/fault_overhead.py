@@ -35,7 +35,7 @@ from slipstream.train.bad_steps import BadSteps
 from slipstream.train.config.config_values import parse_config
 from slipstream.train.corruption import StateCheck
 from slipstream.train.folder_lock import FolderLock
-from slipstream.train.metrics.reporter import Stragglers
+from slipstream.train.metrics.stragglers import Stragglers
 from slipstream.train.preflight import preflight
 from slipstream.train.trainer import Trainer
 from slipstream.watchdog import watched_rank

@@ -21,7 +21,7 @@ from slipstream.planner.plan import Plan
 from slipstream.schedule import make_schedule
 from slipstream.train.config.config_values import parse_config
 from slipstream.train.corruption import find_differences, fingerprint, lone_places
-from slipstream.train.metrics.reporter import cut_advice
+from slipstream.train.metrics.stragglers import cut_advice
 from support.forked import COMMAND, launch, run_alone
 from support.parameters import first_of
 from support.paths import WORKERS

@@ -40,7 +40,8 @@ from slipstream.train.metrics.records import (
     make_trackers,
     peak_memory,
 )
-from slipstream.train.metrics.reporter import Stragglers, Traffic
+from slipstream.train.metrics.stragglers import Stragglers
+from slipstream.train.metrics.traffic import Traffic
 from slipstream.train.run_folder import RunFolder, TolerantWrites
 from support.architectures import ARCHITECTURES, tokens
 from support.forked import launch

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from slipstream.parallel import Ranks, make_mesh
-from slipstream.train.metrics.reporter import Traffic
+from slipstream.train.metrics.traffic import Traffic
 
 HIDDEN = (2, 24, 8)  # b, T, h
 
