@@ -15,6 +15,7 @@ from slipstream.simulator import memory_of
 from support.architectures import ARCHITECTURES, BOUND, build, gradient_error, labels_of, tokens
 from support.exact_steps import exact_pipe, sequences_error
 from support.pipelines import make_pipe
+from support.refusals import refused
 
 PLANNED = "planned by counted operations: "
 
@@ -129,3 +130,11 @@ def test_a_sequence_of_layers(given: dict[str, Any]) -> None:
     assert pipe.how_planned.startswith(PLANNED)
     assert abs(pipe.step(inputs, targets) - loss) < BOUND
     assert gradient_error(whole, pipe) < BOUND
+
+
+def test_more_stages_than_layers_are_refused_by_their_number() -> None:
+    """And not by the order, which nobody gave."""
+    with refused("8 stages for 4 layers"):
+        make_pipe(ARCHITECTURES["llama"], num_ranks=2, stages_per_rank=4)
+    model = build(ARCHITECTURES["llama"]).requires_grad_(False)
+    assert "nothing is trained" in make_pipe(model, num_ranks=2).how_planned

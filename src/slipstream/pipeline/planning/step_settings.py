@@ -44,9 +44,11 @@ class UsualOrder(NamedTuple):
 
 
 def usual_order(options: PipelineOptions) -> UsualOrder:
-    schedule = USUAL_SCHEDULE if options.schedule is None else options.schedule
-    stages = fewest_stages(schedule) if options.stages_per_rank is None else options.stages_per_rank
-    return UsualOrder(schedule, stages)
+    """Returns the order and the stages a rank that are given, or else 1F1B; with several stages a rank, interleaved."""
+    schedule, stages = options.schedule, options.stages_per_rank
+    if schedule is None:
+        schedule = USUAL_SCHEDULE if stages in (None, 1) else "interleaved-1f1b"
+    return UsualOrder(schedule, fewest_stages(schedule) if stages is None else stages)
 
 
 class StepSettings:
