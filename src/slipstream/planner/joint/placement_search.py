@@ -240,7 +240,10 @@ class PlacementSearch:
         """Returns the candidate's plan in an order that holds less, where one takes hardly longer and none is given."""
         if not self.problem.given.is_open("schedule"):
             return plan
-        problem = OrderingProblem(*self._counts(candidate), self._table(candidate), **self._limits(candidate))
+        try:
+            problem = OrderingProblem(*self._counts(candidate), self._table(candidate), **self._limits(candidate))
+        except SlipstreamError:  # no room, as was learned since the plan was accounted for
+            return plan
         order = hold_less(problem, plan.schedule, plan.seconds, _LESS_SHARE * self.problem.effort)
         order = self.units(candidate.slices).without_frozen_backwards(order, candidate.bounds)
         fits = self.memory is None or self.memory.fits(candidate, order)
