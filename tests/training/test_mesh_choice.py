@@ -138,7 +138,8 @@ def test_the_faster_mesh_runs_and_stands_in_the_plan(kept: tuple[Path, CostCache
         cache.keep(costs, print)
         run = train(folder, name, "--pp=auto", "--dp=auto")
         plan = yaml.safe_load((folder / name / "plan.yaml").read_text())
-        assert (plan["pipeline"]["num_ranks"], plan["parallel"]) == (num_ranks, {"data": num_replicas, "tensor": 1})
+        assert plan["pipeline"]["num_ranks"] == num_ranks
+        assert plan["parallel"] == {"data": num_replicas, "tensor": 1, "shard": "none"}
         seconds = plan["plan"]["predicted"]["meshes"]
         assert min(seconds, key=seconds.get).startswith(f"--pp={num_ranks} ")
         assert len(seconds) == 2

@@ -18,6 +18,7 @@ from slipstream.parallel import Ranks
 from slipstream.pipeline.pipeline_options import ExpectedBatch
 from slipstream.pipeline.planning import StartRequest, plan_before_training, profile_of
 from slipstream.planner.joint import JointPlan
+from slipstream.planner.plan import Plan
 from slipstream.profile import ProfileSettings, find_costs
 from support.architectures import (
     ARCHITECTURES,
@@ -196,10 +197,8 @@ def test_what_a_plan_holds_is_known_before_it_runs(vocabulary: Any, tied: bool, 
     costs = MeasuredCosts(measured[-1])
     request = StartRequest(seq_len=LENGTH, num_microbatches=4, num_ranks=2, dtype="float32")
     assert pipe.plan is not None
-    plan = pipe.plan.partition, pipe.plan.slices, pipe.plan.schedule, pipe.plan.recompute
-    ratio = max(plan_before_training._most_bytes(costs, request, *plan)) / rehearsed_bytes(
-        pipe, tokens(batch=4, length=LENGTH)
-    )
+    counted = max(plan_before_training._most_bytes(costs, request, pipe.plan.plan))
+    ratio = counted / rehearsed_bytes(pipe, tokens(batch=4, length=LENGTH))
     assert 0.95 < ratio < 1.1
 
 
@@ -216,7 +215,8 @@ def test_what_is_held_with_layers_that_are_computed_again_is_known(measured: lis
             memory, runtime = Memory(recompute=recompute), Runtime(self_check=False)
             pipe = Pipeline.from_config(config, num_ranks=2, memory=memory, runtime=runtime, **options)
             most[schedule, slices, recompute] = rehearsed_bytes(pipe, inputs)
-            counted = max(plan_before_training._most_bytes(costs, request, (2, 2), slices, pipe.order, recompute))
+            plan = Plan(recompute=recompute).closed(schedule=pipe.order, slices=slices, partition=(2, 2))
+            counted = max(plan_before_training._most_bytes(costs, request, plan))
             assert 0.95 < counted / most[schedule, slices, recompute] < 1.1
     several = (48, 32, 48)
     split, whole = most["zb-h1", several, "full"], most["1f1b", several, "full"]
