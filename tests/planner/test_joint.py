@@ -506,3 +506,5 @@ def test_stages_that_no_placement_has_are_refused() -> None:
     asked = problem(given=Plan(schedule="1f1b", partition=(1, 1, 2)))
     with pytest.raises(SlipstreamError, match="no placement on 2 ranks has as many stages"):
         find_joint_plan(asked)
+    with pytest.raises(SlipstreamError, match=r"stages on the ranks \[0, 1, 1, 0\], but placement=\[0, 1, 0, 1\]"):
+        find_joint_plan(problem(given=Plan(schedule="zb-v", placement=(0, 1, 0, 1))))

@@ -192,7 +192,7 @@ def test_an_order_in_a_file_is_read_with_it() -> None:
         ({"vocabulary": "spread"}, "vocabulary='spread' can't be predicted with schedule='interleaved-1f1b'"),
         ({"schedule": add_communication(NAMED_ORDER)}, "the schedule 'interleaved-1f1b' has messages"),
         ({"schedule": RAGGED, "num_microbatches": 2}, r"has microbatches of \[2, 1\] slices"),
-        ({"offload": 0.5}, r"offload=0.5 without a host: give evaluate\(\.\.\., host=HostMemorySpec"),
+        ({"offload": 0.5}, r"offload=0.5 without a host: give its memory as `host`"),
         ({"tensor_parallel": 1}, r"the costs are of Degrees\(tensor=2, .* but the plan has Degrees\(tensor=1"),
         ({"microbatch_size": 2, "data_parallel": 1, "num_microbatches": 6}, "but the plan has .* microbatch_size=2"),
         ({"partition": (2, 2, 1, 2)}, r"partition=\[2, 2, 1, 2\] has 7 layers; .* model's 6 in all"),

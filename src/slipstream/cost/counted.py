@@ -178,7 +178,8 @@ class CountedCosts(CountedParts):
         proportion to the context, of adding the gradients of its keys and values to those that are there."""
         if op is Op.W or (op is Op.I and not call.has_gradient):
             return 0.0
-        device, operations = self.cluster.device, self.attention_operations(call, op, length, context)
+        device = self.cluster.device
+        operations = self.attention_operations(call, op, length, context)
         rate = device.attention_flops(self.model.dtype, self.microbatch_size * self._queries(length))
         computed = operations / rate
         if op is Op.F:
@@ -193,7 +194,8 @@ class CountedCosts(CountedParts):
         queries, forward and backward; 0 unless keys are gathered."""
         if not self._gathers_keys:
             return 0.0
-        even, total = replace(self, degrees=self.degrees._replace(exchange="heads")), 0.0
+        even = replace(self, degrees=self.degrees._replace(exchange="heads"))
+        total = 0.0
         for count, part in self.model.counted(layers):
             for call, op in product(part.attentions, (Op.F, Op.I)):
                 seconds = [costs.attention_seconds(call, op, length, 0) for costs in (self, even)]
@@ -210,7 +212,8 @@ class CountedCosts(CountedParts):
 
     def spread_seconds(self, shared: float, in_experts: float, copies: int) -> float:
         """Returns the time of exchanges between ranks that are tensor_parallel apart."""
-        apart, ranks = self.degrees.tensor, self.degrees.experts
+        apart = self.degrees.tensor
+        ranks = self.degrees.experts
         once = self.cluster.exchange_seconds(shared, copies, apart)
         return float(once + self.cluster.exchange_seconds(in_experts, copies // ranks, apart * ranks))
 

@@ -82,7 +82,8 @@ class CountedParts(Costs):
 
     def attention_operations(self, call: AttentionCall, op: Op, length: Any, context: Any) -> Any:
         """Returns the operations of an attention call's scores in F or I, on the rank with the last queries."""
-        heads, queries = call.num_heads / self._head_ranks, self._queries(length)
+        heads = call.num_heads / self._head_ranks
+        queries = self._queries(length)
         num_scores = call.window.scores(context + length) - call.window.scores(context + length - queries)
         scores = heads * (self.microbatch_size * num_scores)
         keys, values = (-(-width // _HEAD_WIDTHS) * _HEAD_WIDTHS for width in (call.key_width, call.value_width))

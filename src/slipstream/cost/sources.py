@@ -66,7 +66,8 @@ class AnalyticSource:
         sharing = model.head_shares
         keys = {call.num_key_value_heads for call in calls}
         self.tensor_parallel_degrees = tuple(t for t in sharing if all(k % t == 0 or t % k == 0 for k in keys))
-        doublings = {2**n for n in range(model.fewest_heads.bit_length())}  # which may gather keys
+        # Any of them may gather keys.
+        doublings = {2**n for n in range(model.fewest_heads.bit_length())}
         shared = (1,) if "context_parallel" in self.refusals else tuple(sorted({*sharing, *doublings}))
         self.context_parallel_degrees = shared
         spread = tuple(e for e in range(1, self.num_experts + 1) if self.num_experts % e == 0)

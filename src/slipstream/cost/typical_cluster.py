@@ -17,8 +17,9 @@ CPU_RATES: dict[str, Any] = {"memory_bandwidth": 10e9, "kernel_seconds": 5e-6, "
 GPU_RATES: dict[str, Any] = {"memory_bandwidth": 500e9, "kernel_seconds": 5e-6, "action_seconds": 5e-4}
 CPU_LINK = LinkKind(bandwidth=2e9, latency=1e-4)
 GPU_LINK = LinkKind(bandwidth=25e9, latency=1e-5)
-# Plans depend on the proportion of computing to everything else, which is about that of these peaks on any such device.
-_CPU_FLOPS = 1.2e11  # of a core with AVX-512 in float32
+# Plans depend on the proportion of computing to everything else, which is about that of these peaks on any such device:
+# of a core with AVX-512 in float32, and of a GPU.
+_CPU_FLOPS = 1.2e11
 _GPU_FLOPS = 1e14
 _DEVICES_PER_NODE = 8
 _ANY = 1e13  # bytes: what fits is told by the account of a plan, not by a typical device
@@ -44,12 +45,16 @@ def _words(name: str) -> list[str]:
 def typical_cluster(device: str | None, num_devices: int) -> Cluster:
     """Returns a cluster of at least so many devices: as it is described for a GPU of this name, or an assumed one;
     None: of cores of a CPU, with a thread each. A dtype without a described peak has the least of the others."""
-    found = None if device is None else next(clusters_named(device), None)
-    if found is None:
-        rates, link, peak = (CPU_RATES, CPU_LINK, _CPU_FLOPS) if device is None else (GPU_RATES, GPU_LINK, _GPU_FLOPS)
-        kind = Device(device or "CPU core", {"float32": peak}, _ANY, matmul_efficiency=ASSUMED_EFFICIENCY, **rates)
-        found = Cluster(f"typical {kind.name}", kind, 1, _DEVICES_PER_NODE, link, link)
+    if device is None:
+        found = _assumed("CPU core", _CPU_FLOPS, CPU_RATES, CPU_LINK)
+    else:
+        found = next(clusters_named(device), None) or _assumed(device, _GPU_FLOPS, GPU_RATES, GPU_LINK)
     least = min(found.device.flops.values())
     peaks = dict.fromkeys(FORMATS, least) | dict(found.device.flops)
     num_nodes = -(-num_devices // found.devices_per_node)
     return replace(found, device=replace(found.device, flops=peaks, memory=_ANY), num_nodes=num_nodes)
+
+
+def _assumed(name: str, peak: float, rates: dict[str, Any], link: LinkKind) -> Cluster:
+    device = Device(name, {"float32": peak}, _ANY, matmul_efficiency=ASSUMED_EFFICIENCY, **rates)
+    return Cluster(f"typical {name}", device, 1, _DEVICES_PER_NODE, link, link)

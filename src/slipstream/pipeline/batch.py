@@ -39,7 +39,8 @@ class Batch:
 
     inputs: tuple[TokenValues, ...]
     is_tuple: bool  # whether the first layer takes the inputs as a tuple
-    companions: Mapping[str, TokenValues]  # of the inputs' tokens, by name: the labels, and whatever else was given
+    companions: Mapping[str, TokenValues]
+    """What travels with the inputs' tokens: the labels, and whatever else was given. Keys are names of rules."""
     sequence_values: Tensor | None = None  # (B, ...), for a loss of whole sequences
     max_position: int | None = None  # that the unsplit model would see, where padding that was left out had more
     lone_lengths: Sequence[int] = ()  # of sequences that follow each other in one row, and are as if each were alone
@@ -61,7 +62,8 @@ class Batch:
         moved: list[TokenValues] = []
         companions: dict[str, TokenValues] = {}
         for values in given:
-            rows, name = values.rows, values.rule.name
+            rows = values.rows
+            name = values.rule.name
             if not isinstance(rows, Tensor):
                 or_list = "" if values.rule == POSITIONS else ", or a list of tensors"
                 raise SlipstreamError(f"{name} are of type {type(rows).__name__}: give a tensor{or_list}.")
@@ -170,7 +172,8 @@ class Batch:
 
     def packed(self, groups: Sequence[Sequence[int]]) -> list[Batch]:
         """Returns the batch of each microbatch: a row of these sequences, each of them its own documents."""
-        whole, positions = self, self.given(POSITIONS)
+        whole = self
+        positions = self.given(POSITIONS)
         if DOCUMENTS.name not in self.companions and (positions is not None or any(len(group) > 1 for group in groups)):
             if positions is None:
                 numbers = [torch.zeros_like(labels) for labels in self.labels]

@@ -128,8 +128,7 @@ class PipelineFacts:
     @property
     def is_tuning(self) -> bool:
         """Whether "auto" is still to be planned: the next step may run in another order or in other slices."""
-        settings = self._runtime.plans.settings
-        return settings.is_tuning and not settings.is_counted
+        return self._runtime.plans.settings.is_measuring
 
     @property
     def is_counted(self) -> bool:
@@ -244,7 +243,7 @@ def _schedule(runtime: PipelineRuntime) -> str:
     microbatches = plural(num_microbatches, "microbatch")
     slices = settings.slices if isinstance(settings.slices, int) else numbers_text(settings.slices)
     name = "slices" if isinstance(settings.slices, int) else "slices of tokens"
-    still = '; "auto" is still to be planned' if settings.is_tuning and not settings.is_counted else ""
+    still = '; "auto" is still to be planned' if settings.is_measuring else ""
     return f"{layout.order.name}, {microbatches}, {name}: {slices}{still}"
 
 

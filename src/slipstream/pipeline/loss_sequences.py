@@ -105,8 +105,8 @@ def _with_prompts_apart(numbers: Sequence[Tensor], num_targets: Tensor) -> list[
     begins = torch.zeros_like(whole, dtype=torch.bool)
     begins[:, 1:] = whole[:, 1:] != whole[:, :-1]
     index = torch.arange(whole.shape[1], device=whole.device)
-    places = index - (index * begins).cummax(dim=1).values  # in the sequence
-    parts = 2 * whole + (places >= num_targets.to(whole.device)[whole])
+    places_in_sequence = index - (index * begins).cummax(dim=1).values
+    parts = 2 * whole + (places_in_sequence >= num_targets.to(whole.device)[whole])
     return list(torch.split(parts, [slice_numbers.shape[1] for slice_numbers in numbers], dim=1))
 
 

@@ -70,7 +70,9 @@ class PlannedOptions:
                 return replace(planned, plan=plan, rates=rates, counted=counted)
             except SlipstreamError as error:
                 unplanned = str(error)
-        return replace(_laid_out(family, with_usual(options), num_ranks), plan=plan, rates=rates, unplanned=unplanned)
+        return replace(
+            _laid_out(family, with_usual(options, num_ranks), num_ranks), plan=plan, rates=rates, unplanned=unplanned
+        )
 
 
 def _measured(

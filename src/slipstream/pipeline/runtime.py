@@ -83,7 +83,7 @@ class PipelineRuntime:
         self._adds_router_loss = options.router_loss != "none"
         self.planned = PlannedOptions.of(self.family, options, num_ranks)
         options = self.planned.options
-        self.layout = self.planned.layout  # of the next step
+        self.layout = self.planned.layout
         self._has_limit = options.memory.limit is not None
         self._recomputes = options.memory.recompute != "none"
 

@@ -21,7 +21,8 @@ from slipstream.watchdog import watchdog_paused
 
 _log = logging.getLogger(__name__)
 
-Cut = Callable[..., SplitBatch]  # of a batch and what is planned for it; collective
+# Takes a batch, and what is planned for it. Collective.
+Cut = Callable[..., SplitBatch]
 
 
 class StepPlans:
@@ -63,9 +64,11 @@ class StepPlans:
         self._cut = cut
         self.memory_limit = memory_limit
         self._has_limit = options.memory.limit is not None
-        self._kept_for: tuple[object, ...] = ()  # rows, their length, order and slices
+        # The last step on rows of one length, and the rows, their length, the order and the slices that it is for.
         self._kept = ExecutedStep(layout, [])
-        self._trained: ExecutedStep | None = None  # on which nothing is open
+        self._kept_for: tuple[object, ...] = ()
+        # The last step on which nothing was open.
+        self._trained: ExecutedStep | None = None
         self.of_lengths = StepPlanning(
             self.find,
             self.settings.schedule_for,

@@ -9,10 +9,8 @@ from typing import Any
 
 import yaml
 
-from slipstream.errors import SlipstreamError
-from slipstream.foreign_text import read_text
 from slipstream.number_format import precision_of
-from slipstream.planner import Plan, PlanReport
+from slipstream.planner import PlanReport
 from slipstream.schedule import Schedule
 from slipstream.version import __version__
 
@@ -35,22 +33,6 @@ def write_plan_file(report: PlanReport, model: dict[str, Any], path: Path, lora:
         schedule_file(path).write_text(f"{order}\n", encoding="utf-8")
     settings = plan_settings(report, model, schedule_file(path).name) | ({} if lora is None else {"lora": lora})
     path.write_text(plan_text(settings, path, "slipstream plan"), encoding="utf-8")
-
-
-def read_plan_file(path: Path) -> Plan:
-    """Returns the plan in a file that `slipstream plan` or a run has written, with the order next to it.
-
-    Raises:
-        SlipstreamError: where it can't be read, or isn't a plan.
-    """
-    settings = yaml.safe_load(read_text(path))
-    if not isinstance(settings, dict) or not isinstance(settings.get("pipeline"), dict):
-        raise SlipstreamError(
-            f"{path} has no section `pipeline`: give a file that slipstream plan or a run has written."
-        )
-    schedule = settings["pipeline"].get("schedule")
-    is_file = isinstance(schedule, str) and schedule.endswith(".txt")
-    return Plan.load(settings, Schedule.parse(read_text(path.parent / schedule)) if is_file else None)
 
 
 def plan_text(settings: dict[str, Any], path: Path, command: str, source: str = "corpus=python-stdlib") -> str:

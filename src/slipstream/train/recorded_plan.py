@@ -16,11 +16,11 @@ from slipstream.launch import Progress
 from slipstream.number_format import PRECISIONS
 from slipstream.options import Degrees
 from slipstream.pipeline import ExpectedBatch, Pipeline, PipelineOptions, is_counted, is_free
-from slipstream.planner import OPEN, Plan
+from slipstream.planner import OPEN, Plan, placement_of
 from slipstream.planner.joint import JointPlan, granularity_for
 from slipstream.planner.ragged import StageRates
 from slipstream.planning.plan_file import plan_text, rounded
-from slipstream.schedule import AUTOMATIC, SCHEDULES, USUAL_SCHEDULE, Schedule, make_schedule, placed_as
+from slipstream.schedule import AUTOMATIC, SCHEDULES, USUAL_SCHEDULE, Schedule, placed_as
 from slipstream.train.config import DECIDED_BY_PLAN, Config
 from slipstream.train.data import BatchSize, TrainingSequences
 from slipstream.train.device_choice import memory_of_a_rank
@@ -145,7 +145,7 @@ def chosen_settings(config: Config, chosen: Mapping[str, Any]) -> dict[str, Any]
         return {}
     stages = pipeline.fewest_stages
     name = placed_as(pipeline.schedule or USUAL_SCHEDULE, stages)
-    placement = make_schedule(name, pipeline.num_ranks, 1, 1, stages).placement
+    placement = placement_of(name, pipeline.num_ranks, stages)
     memory = memory.model_copy(update={"num_flushes": 1})
     return settings | {"memory": memory} if schedule.placement == placement else {}
 
@@ -183,7 +183,7 @@ def _counted_settings(config: Config, plan: Plan) -> dict[str, Any]:
         return settings | {"schedule": schedule, "memory": memory.model_copy(update={"num_flushes": 1})}
     if stages not in SCHEDULES[pipeline.schedule].stages_per_rank:
         return {}
-    placement = make_schedule(pipeline.schedule, pipeline.num_ranks, 1, 1, stages).placement
+    placement = placement_of(pipeline.schedule, pipeline.num_ranks, stages)
     return settings | {"stages_per_rank": stages, "memory": memory} if schedule.placement == placement else {}
 
 

@@ -76,6 +76,7 @@ from slipstream.pipeline.planning import (
     CountedPlans,
     StartRequest,
     is_free,
+    may_split,
     measure_rates,
     plan_start,
 )
@@ -231,7 +232,6 @@ class CausalLMFamily(ModelFamily):
         degrees = options.parallel.shared_by(self._ranks.degrees)
         stays_whole = bool(self._anatomy.kept_whole) or self._restricts_pieces
         device = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else None
-        splits = not self.compiled and options.memory.recompute in ("none", "selective", "stage")
 
         @cache
         def source() -> AnalyticSource:
@@ -248,7 +248,9 @@ class CausalLMFamily(ModelFamily):
         def problem(length: int, num_rows: int) -> JointProblem:
             asked = replace(request, seq_len=length, microbatch_size=num_rows)
             shared = source().model.exchanging(degrees, is_whole=False)
-            return replace(asked.problem(source().costs(shared, num_rows), length), split=splits)
+            return replace(
+                asked.problem(source().costs(shared, num_rows), length), split=may_split(options, self.compiled)
+            )
 
         return CountedPlans(options, num_ranks, self._ranks, problem, longest)
 

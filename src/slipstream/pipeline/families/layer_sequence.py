@@ -39,7 +39,7 @@ from slipstream.pipeline.families.sequence_costs import (
 from slipstream.pipeline.families.stage_layout import StageLayout, check_lengths, given_counts
 from slipstream.pipeline.loss_sequences import NO_FUNCTION_OF_VALUES
 from slipstream.pipeline.pipeline_options import PipelineOptions, SequenceLoss
-from slipstream.pipeline.planning import CountedPlans, LayerUnits, is_free
+from slipstream.pipeline.planning import CountedPlans, LayerUnits, is_free, may_split
 from slipstream.pipeline.token_values import DOCUMENTS, INPUTS, LABELS, POSITIONS
 from slipstream.planner.joint import JointPlan, JointProblem, find_joint_plan, granularity_for
 from slipstream.planner.partition import partition_layers
@@ -159,14 +159,13 @@ class SequenceFamily(ModelFamily):
             return self._counted_costs(units, cluster, options.slices != 1)
 
         def problem(length: int, num_rows: int) -> JointProblem:
-            splits = not self.compiled and options.memory.recompute in ("none", "selective", "stage")
             return JointProblem(
                 costs=costs(),
                 seq_len=length,
                 num_ranks=num_ranks,
                 num_microbatches=in_flush,
                 granularity=granularity_for(length),
-                split=splits,
+                split=may_split(options, self.compiled),
             )
 
         length = 1
@@ -187,8 +186,8 @@ class SequenceFamily(ModelFamily):
         whole = BatchSlice(example)
         trace = self._tracer.trace(whole, training=True)
         points = [(1, 0)]
-        least = cluster.device.kernel_seconds  # of any layer, however small
-        every = [[least + work / rate] for work in counted_costs(trace)]
+        least_of_a_layer = cluster.device.kernel_seconds
+        every = [[least_of_a_layer + work / rate] for work in counted_costs(trace)]
         if cut is not None:
             length = self._tokens_at_cut(whole, training=True)
             points = [(end - begin, begin) for begin, end in _spans(length)]
@@ -196,7 +195,10 @@ class SequenceFamily(ModelFamily):
                 self._tracer.trace(BatchSlice(example, tokens=range(begin, begin + tokens), length=length), True)
                 for tokens, begin in points
             ]
-            every = [[least + work / rate for work in works] for works in zip(*map(counted_costs, traces), strict=True)]
+            every = [
+                [least_of_a_layer + work / rate for work in works]
+                for works in zip(*map(counted_costs, traces), strict=True)
+            ]
         link = MeasuredLink(cluster.inside.latency, cluster.inside.rate(), "typical", ())
         return SequenceCosts(_times_of(self._layers, every, points, cut), tuple(units), bytes_between(trace, cut), link)
 

@@ -4,7 +4,6 @@ from slipstream.pipeline.planning.counted_plans import (
     NOMINAL_LENGTH,
     CountedPlans,
     LayerUnits,
-    counted_text,
     is_counted,
     with_stages,
     with_usual,
@@ -20,4 +19,4 @@ from slipstream.pipeline.planning.plan_before_training import (
     seconds_after,
     with_plan,
 )
-from slipstream.pipeline.planning.step_settings import StepSettings
+from slipstream.pipeline.planning.step_settings import StepSettings, may_split

@@ -2,7 +2,7 @@
 
 They are found in about a second and nothing is measured, so that every run of the same model on the same kind of
 devices has the same plan. Stages are planned when the Pipeline is made; the order and the slices again with the first
-batch, where its rows are longer or more than were planned for.
+batch, where its rows are others than were planned for.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
+from slipstream.cost import check_partition
 from slipstream.errors import SlipstreamError
 from slipstream.parallel import Ranks
 from slipstream.pipeline.pipeline_options import PipelineOptions
 from slipstream.pipeline.planning.step_settings import StepSettings, usual_order
+from slipstream.planner import OPEN, Plan
 from slipstream.planner.joint import (
     JointPlan,
     JointProblem,
@@ -24,7 +26,6 @@ from slipstream.planner.joint import (
     find_joint_plan,
     granularity_for,
 )
-from slipstream.planner.plan import OPEN, Plan
 from slipstream.planner.ragged import StageRates, fit_rates
 from slipstream.schedule import (
     AUTOMATIC,
@@ -42,13 +43,15 @@ so many are usual in training, and twice or half as many move few layers."""
 _MORE_MEMORY = 1.25  # times the usual plan's: faster orders hold more, and any number of microbatches at worst
 _MOST_PLACES, _MULTIPLE = 48, 64  # places to cut a sequence; tokens between them, of long ones a multiple
 _MOST_SLICES = 16
-_EFFORT, _MOST_EFFORT = 9e4, 5e5  # of the search: for each microbatch on each rank, and at most
+# The effort of the search for each microbatch on each rank, and at most.
+_EFFORT, _MOST_EFFORT = 9e4, 5e5
 # With more microbatches for each rank, ranks seldom wait: the orders that have names are as good, and soon compared.
 _MANY = 4
 _NAMED = ("1f1b", "zb-v", "interleaved-1f1b")  # the last where the others have other stages
 _RECOMPUTED = ("none", "full", "stage", "stage+full")  # whose times are known
 
-Problem = Callable[[int, int], JointProblem]  # of rows of so many tokens, so many in a microbatch
+# Takes the tokens of a row, and the rows of a microbatch.
+Problem = Callable[[int, int], JointProblem]
 
 
 def is_counted(options: PipelineOptions) -> bool:
@@ -63,9 +66,9 @@ def is_counted(options: PipelineOptions) -> bool:
     return schedule is None or options.slices is None or (options.stages_per_rank is None and may_have_several)
 
 
-def with_usual(options: PipelineOptions) -> PipelineOptions:
+def with_usual(options: PipelineOptions, num_ranks: int) -> PipelineOptions:
     """Returns the options with the usual order and stages a rank where these are open and no plan is made."""
-    return replace(options, **usual_order(options)._asdict())
+    return replace(options, **usual_order(options, num_ranks)._asdict())
 
 
 def with_stages(options: PipelineOptions, plan: JointPlan) -> PipelineOptions:
@@ -144,9 +147,14 @@ class CountedPlans:
         length: int,
         units: LayerUnits | None = None,
     ) -> None:
-        self._options, self._num_ranks, self._ranks, self._problem = options, num_ranks, ranks, problem
-        self._units = units  # whose microbatches are as the example, of however many rows
-        expected, lengths = options.expected, options.slices
+        self._options = options
+        self._num_ranks = num_ranks
+        self._ranks = ranks
+        self._problem = problem
+        # Microbatches of a sequence of layers are as the example, of however many rows.
+        self._units = units
+        expected = options.expected
+        lengths = options.slices
         self._rows = length, 1
         if expected is not None:
             self._rows = expected.seq_len, expected.microbatch_size
@@ -164,7 +172,7 @@ class CountedPlans:
         length, num_rows = self._rows
         plan: JointPlan = self._ranks.run_on_leader(lambda: self._found(length, num_rows, self._given(length)))
         self._plan = plan
-        return plan if self._units is None else plan.cut_as(self._units.layers_of(plan.partition))
+        return self._in_layers
 
     def begin(self, settings: StepSettings) -> None:
         """Lets steps run as planned, where it is known how long rows are."""
@@ -214,15 +222,17 @@ class CountedPlans:
 
     def __str__(self) -> str:
         """Returns a line about the plan."""
+        return _text(self._in_layers, self._rows[0], not self._knows_length)
+
+    @property
+    def _in_layers(self) -> JointPlan:
+        """The plan, with the layers of each stage in place of runs of them."""
         assert self._plan is not None
-        plan = self._plan
-        if self._units is not None:
-            plan = plan.cut_as(self._units.layers_of(plan.partition))
-        return counted_text(plan, self._rows[0], not self._knows_length)
+        return self._plan if self._units is None else self._plan.cut_as(self._units.layers_of(self._plan.partition))
 
     def _given(self, length: int) -> Plan:
         options = self._options
-        assert not isinstance(options.slices, str)  # which is measured
+        assert not isinstance(options.slices, str), '"auto" is measured'
         slices = None if options.slices is None else tuple(slice_lengths(options.slices, length))
         setting = options.memory.recompute
         recompute = setting if setting in _RECOMPUTED else "none"
@@ -272,10 +282,7 @@ class CountedPlans:
             if num_stages > (num_layers if self._units is None else self._units.num_units):
                 raise SlipstreamError(f"{num_stages} stages for {num_layers} layers.")
             return
-        in_units = [problem.costs.units_per_layer * count for count in cut]
-        is_possible = min(cut) >= 0 and all(units == int(units) for units in in_units)
-        if not is_possible or sum(cut) != num_layers or len(cut) % self._num_ranks:
-            raise SlipstreamError(f"partition={[*cut]} doesn't fit the model or the ranks.")
+        check_partition(cut, num_layers, problem.costs.units_per_layer)
 
     def _best(self, problem: JointProblem, given: Plan) -> JointPlan:
         most = _MANY * self._num_ranks
@@ -301,22 +308,9 @@ def _named_plans(problem: JointProblem, given: Plan) -> Iterator[tuple[float, st
         if found and name == _NAMED[-1]:
             return
         with suppress(SlipstreamError):  # other stages, or no room
-            plan = find_joint_plan(replace(problem, given=_placed(problem, replace(given, schedule=name))))
+            plan = find_joint_plan(replace(problem, given=replace(given, schedule=name)))
             found = True
             yield plan.seconds, str(name), plan
-
-
-def _placed(problem: JointProblem, given: Plan) -> Plan:
-    """Returns what is given with the number of stages in place of the placement, by which an order's name is looked
-    up: a placement that isn't the name's is refused."""
-    if given.is_open("placement"):
-        return given
-    stages = len(given.placement) // problem.num_ranks
-    placed = replace(given, placement=OPEN, stages_per_rank=stages)
-    order = replace(problem, given=placed).order(given.placement, 1)
-    if order is None or order.placement != given.placement:
-        raise SlipstreamError(f"the schedule {given.schedule!r} has other stages.")
-    return placed
 
 
 def _usual(problem: JointProblem, given: Plan) -> JointProblem:
@@ -336,7 +330,7 @@ def _with_coarse_cuts(problem: JointProblem) -> JointProblem:
     return replace(problem, costs=costs, granularity=step, most_slices=_MOST_SLICES)
 
 
-def counted_text(plan: JointPlan, length: int, order_follows: bool) -> str:
+def _text(plan: JointPlan, length: int, order_follows: bool) -> str:
     """Returns the line about a plan by counted operations, for rows of `length` tokens."""
     schedule = plan.schedule
     stages = f"{plural(len(plan.partition), 'stage')} of {numbers_text(plan.partition, ' ')} layers"

@@ -15,8 +15,8 @@ from slipstream.model.autograd_memory import recompute_advice
 from slipstream.parallel import Ranks
 from slipstream.pipeline.planning.observed_steps import ObservedSteps
 from slipstream.pipeline.planning.step_settings import StepSettings
+from slipstream.planner import Plan
 from slipstream.planner.joint import JointPlan, JointProblem, OutOfMemoryError, find_joint_plan
-from slipstream.planner.plan import Plan
 from slipstream.planner.ragged import StageRates
 from slipstream.planner.room import Room
 from slipstream.schedule import Schedule
@@ -41,9 +41,12 @@ class HeldBytes:
     units: Mapping[tuple[int, int], float]
 
 
-Holds = Callable[[], HeldBytes]  # in the step that the settings say; collective
-Order = tuple[Schedule, tuple[int, ...]]  # in slices of so many tokens
-Measure = Callable[[int, int], StageRates | None]  # of rows of so many tokens, so many in a microbatch; collective
+# Returns the bytes in the step that the settings say. Collective.
+Holds = Callable[[], HeldBytes]
+# An order, and the tokens of each slice.
+Order = tuple[Schedule, tuple[int, ...]]
+# Takes the tokens of a row, and the rows of a microbatch. Collective.
+Measure = Callable[[int, int], StageRates | None]
 
 
 class FirstSteps:
@@ -116,8 +119,8 @@ class FirstSteps:
         least, held = self._holding_little(length, order[1], holds)
         rates = rates.holding(held.units, least[1])
         room = Room(self._limit, np.array(held.peaks) - _microbatch_bytes(rates, length, least[0].placement))
+        problem = self._settings.row_problem(length, rates)
         for _ in range(_ATTEMPTS):
-            problem = self._settings.row_problem(length, rates)
             account = partial(_peaks, rates, room.besides)
             try:
                 order = self._found(replace(problem, memory_limit=self._limit, account=account))

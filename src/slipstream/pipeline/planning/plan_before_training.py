@@ -34,6 +34,7 @@ from slipstream.options import Parallelism
 from slipstream.parallel import Ranks, possible_exchanges
 from slipstream.pipeline.cut_batch import token_bytes
 from slipstream.pipeline.pipeline_options import ExpectedBatch, PipelineOptions
+from slipstream.planner import Plan
 from slipstream.planner.joint import (
     JointPlan,
     JointProblem,
@@ -42,7 +43,6 @@ from slipstream.planner.joint import (
     find_vocabulary_plan,
     granularity_for,
 )
-from slipstream.planner.plan import Plan
 from slipstream.planner.ragged import StageRates, fit_rates
 from slipstream.profile import ProfileSettings, count_model, find_costs
 from slipstream.profile.cost_cache import CostCache

@@ -9,8 +9,8 @@ from slipstream.cost import partition_of
 from slipstream.errors import SlipstreamError
 from slipstream.pipeline.cut_batch import even_microbatches
 from slipstream.pipeline.pipeline_options import PipelineOptions
+from slipstream.planner import OPEN, Plan
 from slipstream.planner.joint import JointProblem, granularity_for
-from slipstream.planner.plan import OPEN, Plan
 from slipstream.planner.ragged import StageRates, StepPlan, StepProblem
 from slipstream.schedule import (
     AUTOMATIC,
@@ -43,12 +43,20 @@ class UsualOrder(NamedTuple):
     stages_per_rank: int
 
 
-def usual_order(options: PipelineOptions) -> UsualOrder:
-    """Returns the order and the stages a rank that are given, or else 1F1B; with several stages a rank, interleaved."""
-    schedule, stages = options.schedule, options.stages_per_rank
+def usual_order(options: PipelineOptions, num_ranks: int) -> UsualOrder:
+    """Returns the order and the stages a rank that are given, or else 1F1B; of several ranks with several stages each,
+    interleaved."""
+    schedule = options.schedule
+    stages = options.stages_per_rank
     if schedule is None:
-        schedule = USUAL_SCHEDULE if stages in (None, 1) else "interleaved-1f1b"
+        schedule = USUAL_SCHEDULE if num_ranks == 1 or stages in (None, 1) else "interleaved-1f1b"
     return UsualOrder(schedule, fewest_stages(schedule) if stages is None else stages)
+
+
+def may_split(options: PipelineOptions, compiled: Sequence[str]) -> bool:
+    """Returns whether backwards may be split into input and weight gradients: not through modules that are compiled,
+    nor where W would hold all that layers or segments compute again."""
+    return not compiled and options.memory.recompute in ("none", "selective", "stage")
 
 
 class StepSettings:
@@ -68,7 +76,7 @@ class StepSettings:
         """`default_slices` is their number where the options have none; `compiled` names modules whose backward is one
         piece, so that none is split; `is_counted` is whether what is open is planned by counted operations, without
         measuring."""
-        schedule, stages_per_rank = usual_order(options)
+        schedule, stages_per_rank = usual_order(options, num_ranks)
         slices = default_slices if options.slices is None else options.slices
         num_flushes, self._given = options.memory.num_flushes, options.given_microbatches
         counts = [len(microbatch.slices) for microbatch in self._given]
@@ -79,8 +87,7 @@ class StepSettings:
         """Whether the order or the slices are to be found."""
         self.is_counted = is_counted
         self.recompute = options.memory.recompute
-        # Whether backwards may be split: W would hold all that layers or segments recompute.
-        self.splits = not compiled and options.memory.recompute in ("none", "selective", "stage")
+        self.splits = may_split(options, compiled)
         _check(schedule, slices, options.num_microbatches, num_flushes)
         self.slices: int | Sequence[int] = USUAL_SLICES if isinstance(slices, str) else slices
         if isinstance(schedule, Schedule):
@@ -115,6 +122,11 @@ class StepSettings:
     def is_tuning(self) -> bool:
         """Whether something is to be found, from the first step on."""
         return self.is_open and not self.is_planned and not self.is_resting
+
+    @property
+    def is_measuring(self) -> bool:
+        """Whether "auto" is still to be planned."""
+        return self.is_tuning and not self.is_counted
 
     def row_problem(self, length: int, rates: StageRates) -> JointProblem:
         """Returns the problem of a plan for rows of `length` tokens on the stages, which stay where they are."""

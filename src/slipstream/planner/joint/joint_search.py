@@ -13,7 +13,8 @@ from slipstream.planner.joint.candidate import Candidate
 from slipstream.planner.joint.finalists import FinalistSearch
 from slipstream.planner.joint.joint_plan import JointPlan
 from slipstream.planner.joint.problem import JointProblem
-from slipstream.schedule import SCHEDULES, Schedule, make_schedule
+from slipstream.planner.plan import placement_of
+from slipstream.schedule import SCHEDULES, Schedule
 
 if TYPE_CHECKING:
     from slipstream.planner.joint.placement_search import PlacementSearch, PlanMemory
@@ -40,10 +41,16 @@ def allowed_placements(problem: JointProblem) -> list[tuple[int, ...]]:
     """Returns the placements to search with what is given.
 
     Raises:
-        SlipstreamError: where none has as many stages as are given.
+        SlipstreamError: where none has as many stages as are given, or the order has another than is given.
     """
     given = problem.given
     if not given.is_open("placement"):
+        order = problem.order(given.placement, 1)
+        if order is not None and order.placement != given.placement:
+            raise SlipstreamError(
+                f"schedule={order.name!r} has its stages on the ranks {[*order.placement]}, but placement="
+                f"{[*given.placement]}. Make them equal."
+            )
         return [given.placement]
     if isinstance(given.schedule, Schedule):
         return [given.schedule.placement]
@@ -51,7 +58,7 @@ def allowed_placements(problem: JointProblem) -> list[tuple[int, ...]]:
     if not given.is_open("schedule"):
         allowed = SCHEDULES[given.schedule].stages_per_rank
         numbers = [n for n in range(1, _MOST_ROUNDS + 1) if n in allowed] if rounds is None else [rounds]
-        choices = [make_schedule(given.schedule, problem.num_ranks, 1, 1, number).placement for number in numbers]
+        choices = [placement_of(given.schedule, problem.num_ranks, number) for number in numbers]
     else:
         choices = placements(problem.num_ranks, problem.num_units, max(_MOST_ROUNDS, rounds or 1))
     fitting = [

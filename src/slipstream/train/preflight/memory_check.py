@@ -118,7 +118,6 @@ def check_memory(config: Config, model_config: Any) -> None:
     )
 
 
-_SLICES = 8  # where they are open
 _ANY_HOST = HostMemorySpec(bandwidth=math.inf, latency=0.0, capacity=math.inf)
 
 Account = Callable[..., float]
