@@ -125,6 +125,8 @@ class StepPlans:
             self._trained = planned
             return planned
         self._cut(whole, planned, needs_targets, has_backward=True)
+        # Ranks in other calls would plan nothing, and then step in an order of their own.
+        self._agreement.finish()
 
         def holds() -> HeldBytes:
             return self.memory_limit.peak_memory_of(self.rehearsed(whole, needs_targets))

@@ -170,7 +170,9 @@ def test_a_backward_stays_whole_as_w_would_hold_what_all_layers_recompute() -> N
     orders = {"whole": "1f1b", "split": split_backwards(make_schedule("1f1b", 2, 2, 1))}
     for name, order in orders.items():
         for recompute in ("none", "full"):
-            options = {"num_microbatches": 2, "recompute": recompute} | ({"num_ranks": 2} if name == "whole" else {})
+            options: dict[str, Any] = {"recompute": recompute, "num_microbatches": 2, "slices": 1}
+            if name == "whole":
+                options |= {"num_ranks": 2, "partition": [3, 3]}
             pipe, ids = make_pipe(build(config), order, **options), tokens(batch=2, length=96)
             training = pipe.layout.training
             assert (Op.I in training.ops) == (name == "split" or recompute == "none")
