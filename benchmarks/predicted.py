@@ -67,7 +67,8 @@ def compare(
     measured: defaultdict[str, list[float]] = defaultdict(list)
     for index in range(WARM_UPS + ROUNDS):
         for name, schedule in [*((f"timed {k}", s) for k, s in enumerate(references)), *schedules.items()]:
-            pipe._runtime.plans.settings.schedule = schedule
+            plans = pipe._runtime.plans
+            plans.rows = plans.rows._replace(schedule=schedule)
             for parameter in pipe.parameters():
                 parameter.grad = None
             dist.barrier()

@@ -128,7 +128,7 @@ class PipelineFacts:
     @property
     def is_tuning(self) -> bool:
         """Whether "auto" is still to be planned: the next step may run in another order or in other slices."""
-        return self._runtime.plans.settings.is_measuring
+        return self._runtime.plans.is_measuring
 
     @property
     def is_counted(self) -> bool:
@@ -191,7 +191,7 @@ class PipelineFacts:
     def slices(self, length: int) -> list[int]:
         """Returns the tokens of each slice of a sequence of `length` tokens, as the next step cuts it; with
         `microbatches`, in the one with the most slices."""
-        return self._runtime.plans.settings.lengths(length)
+        return self._runtime.plans.slices_of(length)
 
     def timeline(self) -> Timeline:
         """Returns the timeline of the last step or evaluation, in seconds, on all ranks. Collective."""
@@ -238,12 +238,13 @@ def _layers(runtime: PipelineRuntime) -> str:
 
 
 def _schedule(runtime: PipelineRuntime) -> str:
-    layout, settings = runtime.layout, runtime.plans.settings
+    layout = runtime.layout
+    lengths = runtime.plans.rows.slices
     num_microbatches = layout.order.num_microbatches
     microbatches = plural(num_microbatches, "microbatch")
-    slices = settings.slices if isinstance(settings.slices, int) else numbers_text(settings.slices)
-    name = "slices" if isinstance(settings.slices, int) else "slices of tokens"
-    still = '; "auto" is still to be planned' if settings.is_measuring else ""
+    slices = lengths if isinstance(lengths, int) else numbers_text(lengths)
+    name = "slices" if isinstance(lengths, int) else "slices of tokens"
+    still = '; "auto" is still to be planned' if runtime.plans.is_measuring else ""
     return f"{layout.order.name}, {microbatches}, {name}: {slices}{still}"
 
 

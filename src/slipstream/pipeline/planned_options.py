@@ -10,6 +10,7 @@ from slipstream.pipeline.families import ModelFamily, StageLayout
 from slipstream.pipeline.pipeline_options import ExpectedBatch, PipelineOptions
 from slipstream.pipeline.planning import (
     CountedPlans,
+    RowOrder,
     StepSettings,
     is_counted,
     with_plan,
@@ -29,8 +30,9 @@ class PlannedOptions:
 
     Args:
         options: with the choices of a plan; order and slices may be left to the first steps.
-        settings: of the next step.
-        layout: of the next step.
+        settings: the order and the slices that are given, and what is left to the first steps.
+        rows: what steps run on rows of one length until then.
+        layout: of these.
         plan: the plan from measured costs. None: nothing was "auto", or it couldn't be made.
         rates: of the stages, as they were given or measured.
         counted: the plans by counted operations of what nobody gave.
@@ -39,6 +41,7 @@ class PlannedOptions:
 
     options: PipelineOptions
     settings: StepSettings
+    rows: RowOrder
     layout: StageLayout
     plan: JointPlan | None = None
     rates: StageRates | None = None
@@ -97,6 +100,5 @@ def _laid_out(
 ) -> PlannedOptions:
     family.adopt(options)
     settings = StepSettings(options, num_ranks, family.default_slices, family.compiled, is_counted=counted is not None)
-    if counted is not None:
-        counted.begin(settings)
-    return PlannedOptions(options, settings, family.lay_out(settings.schedule, settings.slices))
+    rows = settings.usual if counted is None else counted.first_order(settings)
+    return PlannedOptions(options, settings, rows, family.lay_out(rows.schedule, rows.slices))

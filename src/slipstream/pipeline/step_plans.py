@@ -13,7 +13,7 @@ from slipstream.pipeline.cut_batch import SplitBatch
 from slipstream.pipeline.families import ExecutedStep, ModelFamily, StageLayout
 from slipstream.pipeline.memory import MemoryLimit, RehearsedStep
 from slipstream.pipeline.planned_options import PlannedOptions
-from slipstream.pipeline.planning import FirstSteps, HeldBytes
+from slipstream.pipeline.planning import FirstSteps, HeldBytes, RowOrder
 from slipstream.pipeline.step_planning import DifferentLengthsError, StepPlanning
 from slipstream.planner.ragged import StageRates, StepPlan
 from slipstream.schedule import Schedule
@@ -54,6 +54,10 @@ class StepPlans:
     ) -> None:
         options = planned.options
         self.settings = planned.settings
+        self.rows = planned.rows
+        """What the next step runs on rows of one length."""
+        # Steps on others are planned one by one, and nothing is found for rows until these come.
+        self._is_ragged = False
         self.counted = planned.counted
         self._rates = planned.rates
         self._layout = layout
@@ -64,9 +68,9 @@ class StepPlans:
         self._cut = cut
         self.memory_limit = memory_limit
         self._has_limit = options.memory.limit is not None
-        # The last step on rows of one length, and the rows, their length, the order and the slices that it is for.
+        # The last step on rows of one length, and the number of rows, their length and the order that it is for.
         self._kept = ExecutedStep(layout, [])
-        self._kept_for: tuple[object, ...] = ()
+        self._kept_for: tuple[int, int, RowOrder] | None = None
         # The last step on which nothing was open.
         self._trained: ExecutedStep | None = None
         self.of_lengths = StepPlanning(
@@ -88,22 +92,37 @@ class StepPlans:
         Collective for these: their plans are compared, by a few numbers, and a rank that can't make its own joins in,
         so that the others fail too instead of waiting. Rows of one length are exchanged nothing for.
         """
-        self.settings.is_resting = whole.is_ragged
+        self._is_ragged = whole.is_ragged
         if not whole.is_ragged:
-            return self._plan_of_rows(whole)
+            return self._plan_of_rows(whole, self.rows)
         plan = self._plan_of_lengths(whole, given)
         return ExecutedStep(self._lay_out(plan.schedule), plan.microbatches, plan.groups)
 
-    def _plan_of_rows(self, whole: Batch) -> ExecutedStep:
-        """Returns what the settings say for rows of one length: the step of before, where it is the same."""
-        settings = self.settings
+    def _plan_of_rows(self, whole: Batch, order: RowOrder) -> ExecutedStep:
+        """Returns what an order is on rows of one length: the step of before, where it is the same."""
         with self._agreement.telling_refusals():
             lengths = self._family.lengths(whole)
-            if self._kept_for != (len(lengths), max(lengths, default=1), settings.schedule, settings.slices):
-                microbatches = settings.microbatches(lengths)
-                self._kept = ExecutedStep(self._lay_out(settings.schedule), microbatches)
-                self._kept_for = len(lengths), max(lengths, default=1), settings.schedule, settings.slices
+            num_rows, length = len(lengths), max(lengths, default=1)
+            if self._kept_for != (num_rows, length, order):
+                on_rows = self.settings.on_rows(order, length)
+                microbatches = self.settings.microbatches(on_rows, num_rows, length)
+                self._kept = ExecutedStep(self._lay_out(on_rows.schedule), microbatches)
+                self._kept_for = num_rows, length, order
         return self._kept
+
+    @property
+    def _is_tuning(self) -> bool:
+        """Whether something is to be found for rows of one length."""
+        return self.settings.is_open and not self.rows.is_planned and not self._is_ragged
+
+    @property
+    def is_measuring(self) -> bool:
+        """Whether "auto" is still to be planned."""
+        return self._is_tuning and not self.settings.is_counted
+
+    def slices_of(self, length: int) -> list[int]:
+        """Returns the tokens of each slice of a row of `length` tokens, as the next step cuts it."""
+        return self.settings.lengths(self.rows, length)
 
     def plan_to_train(self, whole: Batch, given: StepPlan | None, needs_targets: bool) -> ExecutedStep:
         """Returns what the next step runs on a batch, once what is open is planned: kept from an earlier step, by
@@ -121,23 +140,23 @@ class StepPlans:
                 self._calls.finish()
             self.memory_limit.prepare_rows(self.settings.splits)
         planned = self.plan_for(whole, given)
-        if planned is self._trained or not self.settings.is_tuning:
+        if planned is self._trained or not self._is_tuning:
             self._trained = planned
             return planned
         self._cut(whole, planned, needs_targets, has_backward=True)
         # Ranks in other calls would plan nothing, and then step in an order of their own.
         self._agreement.finish()
 
-        def holds() -> HeldBytes:
-            return self.memory_limit.peak_memory_of(self.rehearsed(whole, needs_targets))
+        def holds(order: RowOrder) -> HeldBytes:
+            return self.memory_limit.peak_memory_of(self.rehearsed(whole, needs_targets, order))
 
         with watchdog_paused("planning the first step"):
             most_rows = max(microbatch.num_sequences for microbatch in planned.microbatches)
             length = sum(planned.microbatches[0].slices)
             if self.counted is not None and not self._has_limit:
-                self.counted.plan_rows(self.settings, length, most_rows)
+                self.rows = self.counted.plan_rows(self.settings, length, most_rows)
             else:
-                self.first_steps.begin(length, most_rows, holds)
+                self.rows = self.first_steps.begin(length, most_rows, holds) or self.rows
         return self.plan_for(whole)
 
     def prepare(self, lengths: Sequence[int]) -> None:
@@ -158,7 +177,7 @@ class StepPlans:
         is_by_cost = self._rates is not None or not self.settings.is_given
         if is_by_cost and self.rates is not None:
             return self.memory_limit.find_plan(self.settings.step_problem(tuple(lengths), self.rates))
-        groups = self._family.groups(lengths, self.settings.schedule.num_microbatches)
+        groups = self._family.groups(lengths, self.settings.usual.schedule.num_microbatches)
         return self.settings.plan_step(lengths, groups)
 
     def check_and_lay_out(self, schedule: Schedule) -> StageLayout:
@@ -187,10 +206,10 @@ class StepPlans:
 
     # --- rehearsals --------------------------------------------------------------------------------------------------
 
-    def rehearsed(self, whole: Batch, needs_targets: bool = True) -> RehearsedStep:
-        """Returns the next step for a rehearsal, were it on this batch, and begins to compare the ranks' batches.
-        Collective."""
-        planned = self.plan_for(whole)
+    def rehearsed(self, whole: Batch, needs_targets: bool = True, order: RowOrder | None = None) -> RehearsedStep:
+        """Returns the next step for a rehearsal, were it on this batch, or one of an `order` on rows of one length, and
+        begins to compare the ranks' batches. Collective."""
+        planned = self.plan_for(whole) if order is None else self._plan_of_rows(whole, order)
         return self.to_rehearse(whole, planned, self._cut(whole, planned, needs_targets))
 
     def to_rehearse(self, whole: Batch, planned: ExecutedStep, batch: SplitBatch) -> RehearsedStep:

@@ -15,12 +15,13 @@ from slipstream import Memory, Op, Schedule, SlipstreamError
 from slipstream.parallel import Ranks
 from slipstream.pipeline.families import causal_lm
 from slipstream.pipeline.pipeline_options import PipelineOptions
-from slipstream.pipeline.planning import FirstSteps, HeldBytes, StepSettings
+from slipstream.pipeline.planning import FirstSteps, HeldBytes, RowOrder, StepSettings
 from slipstream.pipeline.planning.observed_steps import ObservedSteps
 from slipstream.planner.joint import find_joint_plan
 from slipstream.planner.ragged import StageRates
 from slipstream.schedule import COMMUNICATION, one_f_one_b, split_backwards
 from slipstream.simulator import simulate
+from slipstream.timeline import Timeline
 from support.architectures import ARCHITECTURES, BOUND, build, gradient_error, labels_of, tokens, unsplit_step
 from support.parameters import first_of
 from support.pipelines import make_pipe
@@ -50,7 +51,7 @@ def settings_of(
     return StepSettings(options, num_ranks, compiled=compiled)
 
 
-def no_memory() -> HeldBytes:
+def no_memory(order: RowOrder) -> HeldBytes:
     raise AssertionError("memory isn't limited")
 
 
@@ -62,13 +63,14 @@ class Planned(NamedTuple):
 
 def planned(settings: StepSettings, length: int) -> Planned:
     """Plans the first step; what its flushes run, in which slices."""
-    rates = rates_of(settings.schedule.num_stages)
+    rates = rates_of(settings.usual.schedule.num_stages)
     first = FirstSteps(settings, Ranks.of(), lambda length, num_rows: rates, None)
-    assert settings.is_tuning
-    first.begin(length, 1, no_memory)
-    assert not settings.is_tuning
-    slices = tuple(settings.lengths(length))
-    return Planned(settings.schedule, slices, seconds(settings.schedule, slices))
+    assert settings.is_open
+    order = first.begin(length, 1, no_memory)
+    assert order is not None
+    assert order.is_planned
+    slices = tuple(settings.lengths(order, length))
+    return Planned(order.schedule, slices, seconds(order.schedule, slices))
 
 
 def seconds(schedule: Schedule, slices: tuple[int, ...]) -> float:
@@ -89,7 +91,7 @@ def test_the_order_is_no_slower_than_hand_written_ones(
     assert plan.slices == (1024,) * 4
     assert plan.schedule.placement == placement
     for other in others:
-        by_hand = split_backwards(settings_of(other, *order).schedule)
+        by_hand = split_backwards(settings_of(other, *order).usual.schedule)
         assert plan.seconds <= seconds(by_hand, plan.slices) + 1e-9
 
 
@@ -100,7 +102,7 @@ def test_slices_begin_at_multiples_and_beat_equal_ones(schedule: str) -> None:
     assert all(length % 64 == 0 for length in plan.slices)
     for count in (1, 2, 4, 8, 16):
         equal = (2048 // count,) * count
-        assert plan.seconds < seconds(settings_of("1f1b", 2, slices=count).schedule, equal)
+        assert plan.seconds < seconds(settings_of("1f1b", 2, slices=count).usual.schedule, equal)
 
 
 def test_few_slices_grow_where_slices_are_dear_and_contexts_cheap() -> None:
@@ -114,33 +116,46 @@ def test_few_slices_grow_where_slices_are_dear_and_contexts_cheap() -> None:
 
 def test_a_schedule_brings_its_own_number_of_slices() -> None:
     settings = settings_of(one_f_one_b(2, 1, 3), 2, slices=8)
-    assert settings.lengths(64) == [22, 21, 21]
+    assert settings.lengths(settings.usual, 64) == [22, 21, 21]
 
 
 def test_without_auto_there_is_nothing_to_plan() -> None:
     settings = settings_of("1f1b", 2, slices=[3, 5])
-    assert not settings.is_tuning
-    assert settings.lengths(8) == [3, 5]
+    assert not settings.is_open
+    assert settings.lengths(settings.usual, 8) == [3, 5]
 
 
 def test_slices_for_one_length_are_a_number_for_another() -> None:
     settings = settings_of("1f1b", 2)
-    found = planned(settings, 512).slices
-    assert len(settings.lengths(400)) == len(found)
-    assert sum(settings.lengths(400)) == 400
-    assert tuple(settings.lengths(512)) == found
+    plan = planned(settings, 512)
+    order = settings.repeated(plan.schedule, plan.slices)
+    assert len(settings.lengths(order, 400)) == len(plan.slices)
+    assert sum(settings.lengths(order, 400)) == 400
+    assert tuple(settings.lengths(order, 512)) == plan.slices
 
 
-def observe(first: FirstSteps, settings: StepSettings, length: int) -> list[tuple[str, int]]:
-    """Runs steps until they are planned; the name and the number of slices of each."""
+def test_rows_shorter_than_the_usual_slices_change_nothing_for_those_that_follow() -> None:
+    settings = settings_of("1f1b", 2)
+    short = settings.on_rows(settings.usual, 3)
+    assert settings.lengths(short, 3) == [1, 1, 1]
+    assert settings.on_rows(settings.usual, 64) is settings.usual
+
+
+def observe(first: FirstSteps, settings: StepSettings, length: int) -> list[RowOrder]:
+    """Runs steps until they are planned; what each ran, and then the plan."""
     ran = []
-    while settings.is_tuning:
-        first.begin(length, 1, no_memory)
-        slices = tuple(settings.lengths(length))
-        ran.append((settings.schedule.name, len(slices)))
+    while not ran or not ran[-1].is_planned:
+        order = first.begin(length, 1, no_memory)
+        assert order is not None
+        ran.append(order)
         if first.listens:
-            first.observe(simulate(settings.schedule, rates_of(settings.schedule.num_stages).on_slices(slices)))
+            first.observe(timeline_of(order, settings, length))
     return ran
+
+
+def timeline_of(order: RowOrder, settings: StepSettings, length: int) -> Timeline:
+    slices = settings.lengths(order, length)
+    return simulate(order.schedule, rates_of(order.schedule.num_stages).on_slices(slices))
 
 
 @pytest.mark.parametrize(
@@ -151,9 +166,9 @@ def test_steps_that_ran_lead_to_the_plan_of_their_costs(schedule: str, slices: A
     measured, settings = (settings_of(schedule, 2, 2, 1, slices) for _ in range(2))
     first = FirstSteps(settings, Ranks.of(), lambda length, num_rows: None, None)
     ran = observe(first, settings, 2048)
-    assert [count for _, count in ran[:-1]] == counts
+    assert [len(settings.lengths(order, 2048)) for order in ran[:-1]] == counts
     wanted = planned(measured, 2048)
-    found = seconds(settings.schedule, tuple(settings.lengths(2048)))
+    found = seconds(ran[-1].schedule, tuple(settings.lengths(ran[-1], 2048)))
     # Fitted rates differ in their last digits, and so may plans that take as long.
     assert found == pytest.approx(wanted.seconds, rel=2e-3)
 
@@ -170,12 +185,13 @@ def test_observed_times_are_fitted() -> None:
 def test_only_rows_of_the_first_length_are_observed() -> None:
     settings = settings_of("1f1b", 2)
     first = FirstSteps(settings, Ranks.of(), lambda length, num_rows: None, None)
-    first.begin(512, 1, no_memory)
+    order = first.begin(512, 1, no_memory)
     assert first.listens
-    first.observe(simulate(settings.schedule, rates_of(2).on_slices(settings.lengths(512))))
-    first.begin(400, 1, no_memory)
+    assert order is not None
+    first.observe(timeline_of(order, settings, 512))
+    assert first.begin(400, 1, no_memory) is None
     assert not first.listens
-    assert sum(settings.lengths(400)) == 400
+    assert sum(settings.lengths(order, 400)) == 400
     first.begin(512, 1, no_memory)
     assert first.listens
 
@@ -250,11 +266,8 @@ def test_a_plan_is_repeated_in_every_flush(slices: int | str) -> None:
 def test_no_backward_of_a_compiled_module_is_split(slices: int | str) -> None:
     settings = settings_of("auto", 2, 2, 1, slices, compiled=["layers.0.mlp"])
     first = FirstSteps(settings, Ranks.of(), lambda length, num_rows: None, None)
-    while settings.is_tuning:
-        first.begin(2048, 1, no_memory)
-        assert all(action.op in (Op.F, Op.B) for action in settings.schedule.positions)
-        if first.listens:
-            first.observe(simulate(settings.schedule, rates_of(2).on_slices(settings.lengths(2048))))
+    for order in observe(first, settings, 2048):
+        assert all(action.op in (Op.F, Op.B) for action in order.schedule.positions)
 
 
 def test_a_given_schedule_that_splits_a_compiled_module_is_refused() -> None:

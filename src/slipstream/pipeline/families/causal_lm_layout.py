@@ -249,12 +249,13 @@ def check_options(
     Raises:
         SlipstreamError: where they don't fit together.
     """
-    settings, anatomy = StepSettings(options, num_ranks), find_anatomy(config)
+    usual = StepSettings(options, num_ranks).usual
+    anatomy = find_anatomy(config)
     laid_out = options
     if options.vocabulary == "spread" and is_planned:
         planned_vocabulary(config, anatomy, num_ranks, tensor_ranks, options)
         laid_out = replace(options, vocabulary="whole")
-    plan_layout(config, anatomy, settings.schedule, settings.slices, laid_out, tensor_ranks)
+    plan_layout(config, anatomy, usual.schedule, usual.slices, laid_out, tensor_ranks)
     find_router_loss(config, options.router_loss, tensor_ranks, f"{section}router_loss")
 
 

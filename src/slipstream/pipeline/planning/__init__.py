@@ -19,4 +19,4 @@ from slipstream.pipeline.planning.plan_before_training import (
     seconds_after,
     with_plan,
 )
-from slipstream.pipeline.planning.step_settings import StepSettings, may_split
+from slipstream.pipeline.planning.step_settings import RowOrder, StepSettings, may_split

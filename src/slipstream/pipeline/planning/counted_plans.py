@@ -16,7 +16,7 @@ from slipstream.cost import check_partition
 from slipstream.errors import SlipstreamError
 from slipstream.parallel import Ranks
 from slipstream.pipeline.pipeline_options import PipelineOptions
-from slipstream.pipeline.planning.step_settings import StepSettings, usual_order
+from slipstream.pipeline.planning.step_settings import RowOrder, StepSettings, usual_order
 from slipstream.planner import OPEN, Plan
 from slipstream.planner.joint import (
     JointPlan,
@@ -174,15 +174,16 @@ class CountedPlans:
         self._plan = plan
         return self._in_layers
 
-    def begin(self, settings: StepSettings) -> None:
-        """Lets steps run as planned, where it is known how long rows are."""
+    def first_order(self, settings: StepSettings) -> RowOrder:
+        """Returns what steps run on rows of the planned length, where that is known, and the usual order otherwise."""
         assert self._plan is not None
-        if self._knows_length:
-            settings.run(self._order(settings, self._plan), self._plan.slices)
+        if not self._knows_length:
+            return settings.usual
+        return settings.repeated(self._order(settings, self._plan), self._plan.slices)
 
-    def plan_rows(self, settings: StepSettings, length: int, num_rows: int) -> None:
-        """Lets steps run in the order and the slices for rows of `length` tokens, `num_rows` in a microbatch, on the
-        stages that were planned. Collective; all replicas follow the leader's numbers."""
+    def plan_rows(self, settings: StepSettings, length: int, num_rows: int) -> RowOrder:
+        """Returns the order and the slices for rows of `length` tokens, `num_rows` in a microbatch, on the stages that
+        were planned. Collective; all replicas follow the leader's numbers."""
         length, num_rows = self._ranks.broadcast((length, num_rows if self._units is None else 1))
         stages = self._plan
         assert stages is not None
@@ -200,7 +201,7 @@ class CountedPlans:
             self._plan, self._rows = self._ranks.run_on_leader(found), (length, num_rows)
         assert self._plan is not None
         self._knows_length = True
-        settings.run(self._order(settings, self._plan), self._plan.slices, is_planned=True)
+        return settings.repeated(self._order(settings, self._plan), self._plan.slices, is_planned=True)
 
     def rates(self, length: int, num_rows: int) -> StageRates:
         """Returns the rates of the stages, for rows of up to `length` tokens, `num_rows` in a microbatch.

@@ -14,7 +14,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.model.autograd_memory import recompute_advice
 from slipstream.parallel import Ranks
 from slipstream.pipeline.planning.observed_steps import ObservedSteps
-from slipstream.pipeline.planning.step_settings import StepSettings
+from slipstream.pipeline.planning.step_settings import RowOrder, StepSettings
 from slipstream.planner import Plan
 from slipstream.planner.joint import JointPlan, JointProblem, OutOfMemoryError, find_joint_plan
 from slipstream.planner.ragged import StageRates
@@ -41,9 +41,9 @@ class HeldBytes:
     units: Mapping[tuple[int, int], float]
 
 
-# Returns the bytes in the step that the settings say. Collective.
-Holds = Callable[[], HeldBytes]
-# An order, and the tokens of each slice.
+# Returns the bytes in a step of this order. Collective.
+Holds = Callable[[RowOrder], HeldBytes]
+# An order of a flush, and the tokens of each slice.
 Order = tuple[Schedule, tuple[int, ...]]
 # Takes the tokens of a row, and the rows of a microbatch. Collective.
 Measure = Callable[[int, int], StageRates | None]
@@ -53,7 +53,7 @@ class FirstSteps:
     """Finds the order and the slices that are open, for rows of the length that the first steps have.
 
     Args:
-        settings: those of the next step, which this changes.
+        settings: what is given, and what is open.
         ranks: of the pipeline.
         measure: returns the stages' rates, or None where they can't be measured.
         limit: bytes that each rank may hold. None: any number.
@@ -65,9 +65,9 @@ class FirstSteps:
         self.listens = False  # whether the timeline of the step that runs is wanted
         self._length = 0  # of the rows that are planned for
 
-    def begin(self, length: int, num_rows: int, holds: Holds) -> None:
-        """Plans the next step, on rows of `length` tokens, `num_rows` in a microbatch, or chooses the one to be
-        observed. Collective; all replicas follow the leader's numbers.
+    def begin(self, length: int, num_rows: int, holds: Holds) -> RowOrder | None:
+        """Returns what the next step runs, on rows of `length` tokens, `num_rows` in a microbatch: as planned, or to be
+        observed. None where rows of another length are observed. Collective; all replicas follow the leader's numbers.
 
         Raises SlipstreamError where nothing keeps to the memory limit.
         """
@@ -75,21 +75,19 @@ class FirstSteps:
         if self._observed is None:
             rates = self._measure(length, num_rows)
             if rates is not None:
-                self._plan(length, rates, holds)
-                return
+                return self._planned(length, rates, holds)
             self._length = length
             self._observed = ObservedSteps(self._settings, length, self._limit is not None)
         self.listens = length == self._length
         if not self.listens:
-            return
+            return None
         if self._observed.next is None:
             self.listens = False
-            self._plan(length, self._ranks.run_on_leader(self._observed.rates), holds)
-            return
+            return self._planned(length, self._ranks.run_on_leader(self._observed.rates), holds)
         if self._limit is not None and max((held := self._held(*self._observed.next, holds)).peaks) > self._limit:
             self._forget()
             raise self._nothing_fits(held.peaks)
-        self._settings.run(*self._observed.next)
+        return self._settings.repeated(*self._observed.next)
 
     def observe(self, timeline: Timeline) -> None:
         """Notes how long the actions took of the step that ran to be observed."""
@@ -97,15 +95,15 @@ class FirstSteps:
         self._observed.add(timeline)
         self.listens = False
 
-    def _plan(self, length: int, rates: StageRates, holds: Holds) -> None:
-        """Lets all ranks follow the leader's plan: two machines may fit the same times to other last digits."""
+    def _planned(self, length: int, rates: StageRates, holds: Holds) -> RowOrder:
+        """Returns the leader's plan: two machines may fit the same times to other last digits."""
         try:
             schedule, slices = self._within_limit(length, rates, holds)
         except SlipstreamError:
             self._forget()
             raise
-        self._settings.run(schedule, slices, is_planned=True)
         self._observed = None
+        return self._settings.repeated(schedule, slices, is_planned=True)
 
     def _within_limit(self, length: int, rates: StageRates, holds: Holds) -> Order:
         """Returns the fastest order and slices that are found of those in which no rank needs more memory than it may.
@@ -150,14 +148,12 @@ class FirstSteps:
 
     def _held(self, schedule: Schedule, slices: tuple[int, ...], holds: Holds) -> HeldBytes:
         """Returns the memory of the leader's ranks in a step of this order in these slices. Collective."""
-        self._settings.run(schedule, slices)
-        held: HeldBytes = self._ranks.broadcast(holds())
+        held: HeldBytes = self._ranks.broadcast(holds(self._settings.repeated(schedule, slices)))
         return held
 
     def _forget(self) -> None:
         self._observed = None
         self.listens = False
-        self._settings.forget()
 
     def _nothing_fits(self, peaks: Sequence[float]) -> SlipstreamError:
         rank = max(range(len(peaks)), key=peaks.__getitem__)

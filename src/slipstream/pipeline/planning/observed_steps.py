@@ -40,7 +40,7 @@ class ObservedSteps:
         self._left = [pairs[0], *pairs]  # the first step warms up
         self._points: defaultdict[tuple[int, Op], list[tuple[int, int, float]]] = defaultdict(list)
         self._latencies: list[float] = []
-        self._num_stages = settings.schedule.num_stages
+        self._num_stages = settings.usual.schedule.num_stages
         self._is_warm = False
 
     @property

@@ -1,4 +1,4 @@
-"""The schedule and the slices of the next step: those that were given, or those that were planned."""
+"""What the options of a Pipeline say about the order and the slices of its steps, and what they leave to a plan."""
 
 from __future__ import annotations
 
@@ -59,8 +59,26 @@ def may_split(options: PipelineOptions, compiled: Sequence[str]) -> bool:
     return not compiled and options.memory.recompute in ("none", "selective", "stage")
 
 
+class RowOrder(NamedTuple):
+    """What a step runs on rows of one length.
+
+    Args:
+        schedule: the order of all microbatches.
+        slices: tokens of each slice, or their number where rows of any length have as many.
+        is_planned: whether a search has found what the options leave open.
+    """
+
+    schedule: Schedule
+    slices: int | Sequence[int]
+    is_planned: bool = False
+
+    @property
+    def num_slices(self) -> int:
+        return self.slices if isinstance(self.slices, int) else len(self.slices)
+
+
 class StepSettings:
-    """The settings of the next step: always the same, or where "auto" leaves them open the last plan's.
+    """The order and the slices that options give, and the problems of finding those that they leave open.
 
     Raises SlipstreamError for settings that don't fit together.
     """
@@ -89,10 +107,10 @@ class StepSettings:
         self.recompute = options.memory.recompute
         self.splits = may_split(options, compiled)
         _check(schedule, slices, options.num_microbatches, num_flushes)
-        self.slices: int | Sequence[int] = USUAL_SLICES if isinstance(slices, str) else slices
+        lengths: int | Sequence[int] = USUAL_SLICES if isinstance(slices, str) else slices
         if isinstance(schedule, Schedule):
-            self.slices = schedule.num_slices if isinstance(slices, int) else self.slices
-            self.schedule = schedule
+            self.usual = RowOrder(schedule, schedule.num_slices if isinstance(slices, int) else lengths)
+            """What steps run before anything is planned."""
             if (counts or schedule.is_ragged) and [*schedule.slice_counts] != counts:
                 raise SlipstreamError(
                     f"the schedule {schedule.name!r} has microbatches of {[*schedule.slice_counts]} slices. Give "
@@ -102,40 +120,29 @@ class StepSettings:
             self._stages_per_rank = stages_per_rank
             self._name, self._num_ranks = placed_as(schedule, stages_per_rank), num_ranks
             self._num_in_flush = len(counts) or options.num_microbatches // num_flushes
-            self.schedule = in_flushes(self._named(self._num_in_flush, counts or self._count), num_flushes)
+            num_slices = lengths if isinstance(lengths, int) else len(lengths)
+            usual = self._named(self._num_in_flush, counts or num_slices)
+            self.usual = RowOrder(in_flushes(usual, num_flushes), lengths)
         self._num_flushes, self._num_microbatches = num_flushes, options.num_microbatches
         self.is_given = isinstance(schedule, Schedule)  # each rank's order
         self._ragged: dict[tuple[int, ...], Schedule] = {}  # for other numbers of slices than the schedule's
-        _check_fits(self.schedule, num_ranks, compiled)
-        if options.rates is not None and options.rates.num_stages != self.schedule.num_stages:
+        _check_fits(self.usual.schedule, num_ranks, compiled)
+        num_stages = self.usual.schedule.num_stages
+        if options.rates is not None and options.rates.num_stages != num_stages:
             raise SlipstreamError(
-                f"rates of {options.rates.num_stages} stages for a pipeline of {self.schedule.num_stages}. Give those "
-                "of one with the same stages, or leave them out."
+                f"rates of {options.rates.num_stages} stages for a pipeline of {num_stages}. Give those of one with "
+                "the same stages, or leave them out."
             )
         self._compiled = tuple(compiled)
-        self._unplanned = self.schedule, self.slices
-        self.is_planned = False
-        self.is_resting = False
-        """Whether nothing is found until rows of one length come: steps on others are planned one by one."""
-
-    @property
-    def is_tuning(self) -> bool:
-        """Whether something is to be found, from the first step on."""
-        return self.is_open and not self.is_planned and not self.is_resting
-
-    @property
-    def is_measuring(self) -> bool:
-        """Whether "auto" is still to be planned."""
-        return self.is_tuning and not self.is_counted
 
     def row_problem(self, length: int, rates: StageRates) -> JointProblem:
         """Returns the problem of a plan for rows of `length` tokens on the stages, which stay where they are."""
-        schedule = self.schedule
+        schedule = self.usual.schedule
         given = Plan(
             schedule=OPEN if self.reorders else self._name,
             placement=schedule.placement,
             partition=partition_of(range(schedule.num_stages + 1), units_per_layer=1),
-            slices=OPEN if self._reslices else tuple(slice_lengths(self.slices, length)),
+            slices=OPEN if self._reslices else tuple(slice_lengths(self.usual.slices, length)),
             recompute="none",  # the rates have it
         )
         return JointProblem(
@@ -152,7 +159,7 @@ class StepSettings:
     def fixed_slices(self, length: int, count: int) -> tuple[int, ...]:
         """Returns the slices of rows of `length` tokens that are given, or `count` nearly equal ones."""
         if not self._reslices:
-            return tuple(slice_lengths(self.slices, length))
+            return tuple(slice_lengths(self.usual.slices, length))
         step = granularity_for(length)
         slices = [units * step for units in slice_lengths(min(count, length // step), length // step)]
         return (*slices[:-1], slices[-1] + length % step)
@@ -168,37 +175,33 @@ class StepSettings:
             return self.start(num_slices)
         return in_flushes(join_backwards(self._named(1, num_slices)), self._num_in_flush)
 
-    def run(self, schedule: Schedule, slices: tuple[int, ...], is_planned: bool = False) -> None:
-        """Lets the next step run this schedule of a flush in these slices; `is_planned` is whether the search has found
-        these."""
-        self.schedule = in_flushes(schedule, self._num_flushes)
-        if self._reslices:
-            self.slices = slices
-        self.is_planned = is_planned
+    def repeated(self, flush: Schedule, slices: tuple[int, ...], is_planned: bool = False) -> RowOrder:
+        """Returns what a step runs, given the order and the slices of each flush."""
+        schedule = in_flushes(flush, self._num_flushes)
+        return RowOrder(schedule, slices if self._reslices else self.usual.slices, is_planned)
 
-    def forget(self) -> None:
-        """Lets the next step run as steps do before anything is planned."""
-        self.schedule, self.slices = self._unplanned
-        self.is_planned = False
-
-    def lengths(self, length: int) -> list[int]:
+    def lengths(self, order: RowOrder, length: int) -> list[int]:
         """Returns the slices of such a sequence; slices found for another length are taken as their number."""
-        found_for_another = self._reslices and not isinstance(self.slices, int) and length != sum(self.slices)
-        return slice_lengths(self._count if found_for_another else self.slices, length)
+        slices = order.slices
+        found_for_another = self._reslices and not isinstance(slices, int) and length != sum(slices)
+        return slice_lengths(order.num_slices if found_for_another else slices, length)
 
-    def microbatches(self, lengths: Sequence[int]) -> list[SlicedMicrobatch]:
-        """Returns the rows and slices of each microbatch of rows of one length, in tokens each. Before any slices are
-        planned, rows that are shorter than there are slices run in slices of one token.
+    def on_rows(self, order: RowOrder, length: int) -> RowOrder:
+        """Returns what runs on rows of `length` tokens: before any slices are planned, rows that are shorter than there
+        are slices run in slices of one token."""
+        if self._reslices and length < order.num_slices and (self.is_counted or not order.is_planned):
+            return self.repeated(self._named(self._num_in_flush, length), (1,) * length, order.is_planned)
+        return order
+
+    def microbatches(self, order: RowOrder, num_rows: int, length: int) -> list[SlicedMicrobatch]:
+        """Returns the rows and slices of each microbatch of rows of one length, in tokens each.
 
         Raises SlipstreamError where the microbatches that were given don't add up to it.
         """
-        num_rows, length = len(lengths), max(lengths, default=1)
         if self._given:
             check_microbatches(self._given, num_rows, length)
             return [*self._given]
-        if self._reslices and length < self._count and (self.is_counted or not self.is_planned):
-            self.run(self._named(self._num_in_flush, length), (1,) * length, self.is_planned)
-        return even_microbatches(num_rows, self.schedule.num_microbatches, self.lengths(length))
+        return even_microbatches(num_rows, order.schedule.num_microbatches, self.lengths(order, length))
 
     def step_problem(self, lengths: tuple[int, ...], rates: StageRates) -> StepProblem:
         """Returns the problem of a plan for sequences of these lengths: settings by a name or a number are kept.
@@ -207,11 +210,11 @@ class StepSettings:
         for rows of one length.
         """
         self._check_lengths_may_differ(is_planned=True)
-        num_slices = None if self.is_given or self._reslices else self._count
+        num_slices = None if self.is_given or self._reslices else self.usual.num_slices
         is_free = num_slices is None and self._num_microbatches == 1 and not self.is_counted
         return StepProblem(
             lengths=lengths,
-            placement=self.schedule.placement,
+            placement=self.usual.schedule.placement,
             rates=rates,
             schedule=None if self.is_given or self.reorders else self._name,
             num_microbatches=None if is_free else min(self._num_microbatches, len(lengths)),
@@ -228,13 +231,14 @@ class StepSettings:
         """
         self._check_lengths_may_differ()
         rows = [sum(lengths[index] for index in group) for group in groups]
-        counts = self.schedule.slice_counts
+        usual = self.usual.schedule
+        counts = usual.slice_counts
         if not self.is_given:
-            longest = -(-max(rows) // self._count)
+            longest = -(-max(rows) // self.usual.num_slices)
             counts = tuple(-(-row // longest) for row in rows)
         if len(counts) != len(rows):
             raise SlipstreamError(
-                f"{len(rows)} sequences of an nn.Sequential, but the schedule {self.schedule.name!r} has {len(counts)} "
+                f"{len(rows)} sequences of an nn.Sequential, but the schedule {usual.name!r} has {len(counts)} "
                 "microbatches, each of which takes one. Give a schedule by its name."
             )
         slices = [tuple(slice_lengths(count, row)) for count, row in zip(counts, rows, strict=True)]
@@ -242,11 +246,11 @@ class StepSettings:
 
     def check(self, schedule: Schedule) -> None:
         """Raises SlipstreamError where this pipeline's stages can't run such a schedule."""
-        _check_fits(schedule, self.schedule.num_ranks, self._compiled)
-        if schedule.placement != self.schedule.placement:
+        _check_fits(schedule, self.usual.schedule.num_ranks, self._compiled)
+        if schedule.placement != self.usual.schedule.placement:
             raise SlipstreamError(
                 f"the schedule {schedule.name!r} has its stages on the ranks {[*schedule.placement]}, but the pipeline "
-                f"has made them on {[*self.schedule.placement]}. Give a schedule of this placement."
+                f"has made them on {[*self.usual.schedule.placement]}. Give a schedule of this placement."
             )
 
     def _check_lengths_may_differ(self, is_planned: bool = False) -> None:
@@ -254,7 +258,7 @@ class StepSettings:
         may_differ = is_planned or self.is_counted
         wrong = {"microbatches=...": bool(self._given)} | ({} if may_differ else searched)
         wrong["memory.num_flushes"] = self._num_flushes > 1
-        wrong["slices=[...]"] = not self.is_given and not self._reslices and not isinstance(self.slices, int)
+        wrong["slices=[...]"] = not self.is_given and not self._reslices and not isinstance(self.usual.slices, int)
         for setting in filter(wrong.get, wrong):
             raise SlipstreamError(
                 f"{setting} with sequences of different lengths: it is for rows of one length. Give the schedule by "
@@ -264,11 +268,12 @@ class StepSettings:
     def schedule_for(self, counts: tuple[int, ...]) -> Schedule:
         """Returns the schedule of microbatches with these numbers of slices. Raises SlipstreamError where a schedule
         was given that has others."""
-        if counts == self.schedule.slice_counts:
-            return self.schedule
+        usual = self.usual.schedule
+        if counts == usual.slice_counts:
+            return usual
         if self.is_given:
             raise SlipstreamError(
-                f"the schedule {self.schedule.name!r} has microbatches of {[*self.schedule.slice_counts]} slices, but "
+                f"the schedule {usual.name!r} has microbatches of {[*usual.slice_counts]} slices, but "
                 f"sequences of different lengths need {[*counts]} here. Give a schedule by its name."
             )
         if counts not in self._ragged:
@@ -281,10 +286,6 @@ class StepSettings:
     def are_microbatches_alike(self) -> bool:
         """Whether they have the same rows and slices, but for a row more."""
         return not self._given
-
-    @property
-    def _count(self) -> int:
-        return self.slices if isinstance(self.slices, int) else len(self.slices)
 
     def _named(self, num_microbatches: int, num_slices: SliceCounts) -> Schedule:
         """Returns the schedule to start from, with its backwards split where they may be."""
