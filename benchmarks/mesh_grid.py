@@ -36,8 +36,9 @@ from benchmarks.harness import (
 from benchmarks.isolated import Contender, build_all
 from benchmarks.peers import model_config
 from slipstream import Pipeline, Runtime, make_mesh
+from slipstream.cost import FLOAT32_STATE
 from slipstream.pipeline.pipeline_options import ExpectedBatch
-from slipstream.pipeline.planning import seconds_after
+from slipstream.planner.search import GlobalBatch, evaluate
 from slipstream.train.mesh_choice import preferred
 
 NAME = "mesh_grid"
@@ -98,8 +99,11 @@ class Planned:
     def report(self) -> dict[str, Any]:
         plan = self.pipe.plan
         assert plan is not None
-        after = seconds_after(plan, self._replicas, 1)
-        return {"planned": plan.seconds + after, "slices": [*plan.slices], "table": plan.table().splitlines()}
+        assert plan.costs is not None
+        num_sequences, length = self.inputs.shape
+        batch = GlobalBatch(length, self._replicas * num_sequences)
+        step = evaluate(plan.plan, plan.costs, batch, FLOAT32_STATE)
+        return {"planned": step.seconds, "slices": [*plan.slices], "table": plan.table().splitlines()}
 
 
 def case(batch: int, length: int, rounds: int) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 import slipstream
 from benchmarks.golden_plans.requests import MODELS, PROFILES, Request
-from slipstream.cost import MeasuredCosts, Profile, ProfileSource, load_profile, partition_of
+from slipstream.cost import Costs, MeasuredCosts, Profile, ProfileSource, StageParts, load_profile, partition_of
 from slipstream.errors import SlipstreamError
 from slipstream.model import ALL_WEIGHTS, Adapter, TrainedWeights, find_frozen
 from slipstream.model.loading import meta_model
@@ -157,12 +157,20 @@ def _start(request: Request) -> Answer:
     )
     costs = plan_before_training.of_what_is_trained(MeasuredCosts(profile), config, asked, lambda text: None)
     problem = asked.problem(costs, profile.longest_slice)
-    plan = replace(find_vocabulary_plan(problem, asked.vocabulary, lambda share: None), costs=costs)
+    plan = find_vocabulary_plan(problem, asked.vocabulary, lambda share: None)
     rates = asked.fit_rates(costs, profile.longest_slice, plan.partition, "none")
     of_rates = {op.value: seconds.tolist() for op, seconds in rates.rates.items()}
-    tail = plan_before_training.seconds_after(plan, 2, 2)
-    peaks = plan_before_training._most_bytes(costs, asked, plan.plan)
-    return _of_joint(plan) | {"tail": tail, "peaks": [*map(float, peaks)], "rates": of_rates}
+    peaks = asked.evaluate(costs, plan.plan).peaks()
+    return _of_joint(plan) | {"tail": _tail(costs, plan, 2), "peaks": peaks, "rates": of_rates}
+
+
+def _tail(costs: Costs, plan: JointPlan, copies: int) -> float:
+    """Returns the most seconds in which a rank reduces gradients over its copies and updates its part of the state."""
+    seconds = [0.0] * plan.schedule.num_ranks
+    stages = StageParts.of_partition(plan.partition, costs.num_layers, costs.units_per_layer)
+    for stage, rank in zip(stages, plan.schedule.placement, strict=True):
+        seconds[rank] += costs.gradient_seconds(stage, copies) + costs.optimizer_step_seconds(stage, copies)
+    return max(seconds)
 
 
 def _of_joint(plan: JointPlan) -> Answer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,14 +14,18 @@ import torch
 import yaml
 from transformers import LlamaConfig
 
-from slipstream import SlipstreamError
-from slipstream.cost import MeasuredCosts, MeasuredLink, Profile
+from slipstream import Parallelism, Plan, SlipstreamError
+from slipstream.cost import MeasuredCosts, MeasuredLink, Profile, load_profile
 from slipstream.pipeline.planning import StartRequest
+from slipstream.planner.search import Evaluation
 from slipstream.profile import profile_model
 from slipstream.profile.cost_cache import CostCache
+from slipstream.schedule import make_schedule
 from slipstream.train.config import Config, load_config
-from slipstream.train.mesh_choice import PlannedMesh, mesh_table, preferred
+from slipstream.train.mesh_choice import TriedMesh, mesh_table, preferred
 from slipstream.train.preflight import possible_meshes
+from slipstream.units import bytes_text, seconds_text
+from support.paths import ROOT
 from support.readings import counts
 from support.tiny_training import TEXT, run_training, steps_of, tiny_llama
 
@@ -95,14 +100,48 @@ def test_without_gpu_and_launcher_there_are_two_processes(tmp_path: Path, monkey
     assert loaded(tmp_path, *OPEN).num_processes == 2
 
 
+def step_on(replicas: int, shard: str = "none") -> Evaluation:
+    """A step of interleaved stages on two ranks of each replica, by measured costs."""
+    request = StartRequest(
+        seq_len=512,
+        num_microbatches=4,
+        num_ranks=2,
+        replicas=replicas,
+        dtype="float32",
+        parallel=Parallelism(shard=shard),
+    )
+    order = make_schedule("interleaved-1f1b", 2, 4, 1, 2)
+    plan = Plan(recompute="none").closed(schedule=order, slices=(512,), partition=(2, 2, 2, 2))
+    return request.evaluate(MeasuredCosts(load_profile(ROOT / "examples/profiles/xeon-two-processes.json")), plan)
+
+
+def test_a_mesh_is_judged_by_all_of_its_step_and_of_what_its_ranks_hold() -> None:
+    """A rank reduces the gradients of its last stage while others go backward, and a sharded optimizer has less state
+    and half of the messages after the last backward."""
+    alone, replicated = step_on(1), step_on(2)
+    sharded, parameters = (step_on(2, shard) for shard in ("optimizer", "parameters"))
+    for step in (alone, replicated, sharded, parameters):
+        assert step.plan.open_fields == ()
+        assert sum(step.causes.values()) == pytest.approx(step.seconds)
+    reduced = replicated.cut.per_rank(replicated.step_times.reductions).max()
+    assert 0 < replicated.seconds - alone.seconds < 0.7 * reduced
+    assert sharded.seconds < replicated.seconds
+    assert replicated.peaks() == alone.peaks()
+    state = alone.cut.per_rank(alone.cut.per_stage(alone.cut.costs.num_parameters)) * alone.state.optimizer
+    for before, after, of_rank in zip(replicated.peaks(), sharded.peaks(), state, strict=True):
+        assert before - after == pytest.approx(1.01 * of_rank / 2)
+    assert max(sharded.peaks()) < max(parameters.peaks())  # with the whole parameters of a step beside the rows
+
+
 def test_the_table_says_what_was_passed_over(tmp_path: Path, ranks: Callable[[int], None]) -> None:
     ranks(2)
     first, second = (loaded(tmp_path, *sizes) for sizes in (["--pp=2"], ["--pp=1", "--dp=2"]))
-    shown = mesh_table([PlannedMesh(first, 1.5, 1.0, 2e9), PlannedMesh(second, obstacle="3.0 GB more than 2.0 GB")])
-    assert shown.splitlines() == [
-        "mesh                  step    fullest rank",
-        "--pp=2 --dp=1 --tp=1  1.50 s  2.00 GB",
-        "--pp=1 --dp=2 --tp=1                        3.0 GB more than 2.0 GB",
+    step = step_on(1)
+    shown = mesh_table([TriedMesh(first, step), TriedMesh(second, obstacle="3.0 GB more than 2.0 GB")])
+    assert [[cell for cell in re.split(" {2,}", line) if cell] for line in shown.splitlines()] == [
+        ["mesh", "step", "fullest rank"],
+        ["--pp=2 --dp=1 --tp=1", seconds_text(step.seconds), bytes_text(max(step.peaks()))],
+        ["--pp=1 --dp=2 --tp=1", "3.0 GB more than 2.0 GB"],
     ]
 
 

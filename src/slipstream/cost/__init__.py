@@ -4,9 +4,9 @@ from slipstream.cost.cluster import SHIPPED, Cluster, Device, LinkKind, load_clu
 from slipstream.cost.costs import NO_LINK, ActionBytes, Costs, LinkTime, Numbers
 from slipstream.cost.counted import CountedCosts
 from slipstream.cost.fit import AttentionWindow, SlicePoint, TimeFit, find_windows, fit_times
-from slipstream.cost.measured import MeasuredCosts
+from slipstream.cost.measured import MeasuredCosts, profile_behind
 from slipstream.cost.measured_stages import choose_stages
-from slipstream.cost.memory import head_part_memory, memory_table
+from slipstream.cost.memory import NOTHING_BESIDE, HeldBeside, head_part_memory, memory_table
 from slipstream.cost.mode import Mode, PartlyTrained, WithoutHead, WithoutLookups, innermost
 from slipstream.cost.operation_counts import (
     FLOAT32_STATE,

@@ -11,6 +11,7 @@ import numpy as np
 
 from slipstream.array_types import Floats
 from slipstream.cost.costs import NO_LINK, ActionBytes, Costs, LinkTime, Numbers, total
+from slipstream.cost.mode import innermost
 from slipstream.cost.profile import MeasuredStage, Profile
 from slipstream.cost.work import OPS, Stage, Work
 from slipstream.errors import SlipstreamError
@@ -179,3 +180,11 @@ class MeasuredCosts(Costs):
 
     def update_seconds(self, trained: float, optimized: float) -> float:
         return self.profile.optimizer_seconds * optimized
+
+
+def profile_behind(costs: Costs | None) -> Profile:
+    """Returns the profile of measured costs, also of those that a Mode has changed."""
+    assert costs is not None
+    measured = innermost(costs)
+    assert isinstance(measured, MeasuredCosts)
+    return measured.profile

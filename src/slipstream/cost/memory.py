@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from typing import NamedTuple
@@ -14,6 +14,28 @@ from slipstream.cost.operation_counts import StateBytes
 from slipstream.cost.work import BY_LAYER, Stage, StageParts
 from slipstream.schedule import Op, Schedule
 from slipstream.simulator import Footprint, MemoryTable, StageSlice
+
+
+@dataclass(frozen=True)
+class HeldBeside:
+    """What a rank of a training holds beside what the costs of its stages say.
+
+    Args:
+        header: bytes before the tensors of each message.
+        batch: bytes of the step's tokens, which every rank has.
+        unseen: the share of the counted bytes that parts hold only together.
+    """
+
+    header: float = 0.0
+    batch: float = 0.0
+    unseen: float = 0.0
+
+    def added(self, counted: float) -> float:
+        """Returns a rank's bytes, given those that are counted."""
+        return (1 + self.unseen) * counted + self.batch
+
+
+NOTHING_BESIDE = HeldBeside()
 
 
 def memory_table(

@@ -1,21 +1,22 @@
 """The mesh of a run whose configuration leaves it open: the one whose best plan takes least time, by measured costs.
 
 Each way to lay the ranks on the open axes that the model, the batch and the optimizer allow is planned from the costs
-that a run measures before its first step, which meshes with as many tensor ranks have in common. The work after the
-last backward is added: sums of gradients over replicas, and the optimizer. Meshes that need more than a device's memory
-are passed over.
+that a run measures before its first step, which meshes with as many tensor ranks have in common. Meshes whose plans
+need more than a device's memory are passed over.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
 
-from slipstream.cost import MeasuredCosts, Profile
+from slipstream.cost import MeasuredCosts, profile_behind
 from slipstream.errors import SlipstreamError
 from slipstream.parallel import Ranks
-from slipstream.pipeline import PipelineOptions, held_bytes, profile_of, seconds_after
+from slipstream.pipeline import PipelineOptions
+from slipstream.planner.search import Evaluation
 from slipstream.planning.plan_file import rounded
 from slipstream.train.config import Config, dump_config
 from slipstream.train.configured_pipeline import make_mesh_of
@@ -31,41 +32,49 @@ _ALIKE = 1.02  # times the shortest planned step: plans are off by as much
 
 
 @dataclass(frozen=True)
-class PlannedMesh:
-    """The seconds and bytes of a mesh's best plan.
+class TriedMesh:
+    """A mesh with the best plan on it.
 
     Args:
-        config: with the mesh.
-        seconds: of a step, the sums of gradients and the optimizer included; infinite where nothing can be planned.
-        ideal: the work of a step divided by the ranks, and the seconds after it.
-        held: bytes of the fullest rank.
-        obstacle: why it isn't taken; "" where it may be.
-        profile: the costs by which it was planned.
+        config: the configuration with the mesh.
+        step: the plan's step. None: nothing was planned.
+        ideal: seconds of the step's work, divided by the ranks.
+        obstacle: why the mesh isn't taken; "" where it may be.
     """
 
     config: Config
-    seconds: float = inf
+    step: Evaluation | None = None
     ideal: float = 0.0
-    held: float = 0.0
     obstacle: str = ""
-    profile: Profile | None = None
+
+    @property
+    def seconds(self) -> float:
+        """The seconds of the step, optimizer included; infinite where nothing was planned."""
+        return inf if self.step is None else self.step.seconds
+
+    @property
+    def held(self) -> float:
+        """The bytes of the fullest rank; infinite where nothing was planned."""
+        return inf if self.step is None else max(self.step.peaks())
 
     def least_seconds(self, config: Config) -> float:
         """Returns the least seconds of a mesh whose tensor ranks share this one's work in equal parts, by the link's
         bandwidth: 0 where it isn't known."""
-        if self.profile is None or self.profile.link is None:
+        if self.step is None:
+            return 0.0
+        profile = profile_behind(self.step.cut.costs)
+        if profile.link is None:
             return 0.0
         tensor = config.parallel.tensor
-        pipeline = config.pipeline
         training = config.training
-        rows = training.batch_size / config.parallel.data / self.profile.microbatch_size
-        own = MeasuredCosts(replace(self.profile, degrees=config.parallel.degrees)).message_bytes(training.seq_len)
+        rows = training.batch_size / config.parallel.data / profile.microbatch_size
+        own = MeasuredCosts(replace(profile, degrees=config.parallel.degrees)).message_bytes(training.seq_len)
         sent = float(own) * 2 * (tensor - 1) / tensor
-        reductions = _REDUCTIONS * rows * len(self.profile.kinds) / pipeline.num_ranks
-        return self.ideal + reductions * sent / self.profile.link.ring_bandwidth
+        reductions = _REDUCTIONS * rows * len(profile.kinds) / config.pipeline.num_ranks
+        return self.ideal + reductions * sent / profile.link.ring_bandwidth
 
     def row(self) -> tuple[str, str, str, str]:
-        took = (seconds_text(self.seconds), bytes_text(self.held)) if self.seconds < inf else ("", "")
+        took = ("", "") if self.step is None else (seconds_text(self.seconds), bytes_text(self.held))
         return self.config.mesh_text, *took, self.obstacle
 
 
@@ -76,7 +85,6 @@ def choose_mesh(run: RunContext) -> None:
     """
     config = run.config
     world = run.world
-    progress = run.progress
     if not config.plan.open:
         return
     model_config = run.source.config
@@ -84,28 +92,43 @@ def choose_mesh(run: RunContext) -> None:
     if not first.plan.open:
         run.config = first
         return
-    tried: list[PlannedMesh] = []
+    tried: list[TriedMesh] = []
     for option in world.run_on_leader(lambda: [*possible_meshes(config, model_config)]):
-        best = min((mesh for mesh in tried if not mesh.obstacle), key=lambda mesh: mesh.seconds, default=None)
-        if best and option.parallel.tensor > best.config.parallel.tensor and best.least_seconds(option) >= best.seconds:
-            tried.append(PlannedMesh(option, obstacle=f"at least {seconds_text(best.least_seconds(option))}"))
-        else:
+        # Ranks on other machines may come to other last digits, so the leader decides.
+        least = world.run_on_leader(partial(_least_seconds, tried, option))
+        if least is None:
             tried.append(_planned(run, option))
+        else:
+            tried.append(TriedMesh(option, obstacle=f"at least {seconds_text(least)}"))
+    run.config = world.run_on_leader(partial(_chosen, run, tried))
+
+
+def _least_seconds(tried: Sequence[TriedMesh], config: Config) -> float | None:
+    """Returns the least seconds of a mesh with more tensor ranks, where the best so far takes no longer; else None."""
+    best = min((mesh for mesh in tried if not mesh.obstacle), key=lambda mesh: mesh.seconds, default=None)
+    if best is None or config.parallel.tensor <= best.config.parallel.tensor:
+        return None
+    least = best.least_seconds(config)
+    return least if least >= best.seconds else None
+
+
+def _chosen(run: RunContext, tried: Sequence[TriedMesh]) -> Config:
+    """Returns the run's configuration with the best mesh, and writes it to the run's folder."""
+    config = run.config
     fitting = sorted((mesh for mesh in tried if not mesh.obstacle), key=lambda mesh: mesh.seconds)
     if not fitting:
-        least = min(tried, key=lambda mesh: mesh.held or inf)
+        least = min(tried, key=lambda mesh: mesh.held)
         raise SlipstreamError(
             f"no mesh of {config.num_processes} ranks has a plan that fits: {least.config.mesh_text}: {least.obstacle}"
         )
     fitting.insert(0, fitting.pop(preferred([(mesh.seconds, mesh.config.pipeline.num_ranks) for mesh in fitting])))
-    progress.say(mesh_table([*fitting, *(mesh for mesh in tried if mesh.obstacle)]))
-    meshes = {mesh.config.mesh_text: rounded(mesh.seconds) for mesh in tried if mesh.seconds < inf}
+    run.progress.say(mesh_table([*fitting, *(mesh for mesh in tried if mesh.obstacle)]))
+    meshes = {mesh.config.mesh_text: rounded(mesh.seconds) for mesh in tried if mesh.step is not None}
     plan = config.plan.model_copy(update={"open": [], "predicted": {"meshes": meshes}})
     chosen = fitting[0].config.model_copy(update={"plan": plan})
-    if world.rank == 0:
-        with run.folder.replaced(run.folder.config) as part:
-            part.write_text(dump_config(chosen), encoding="utf-8")
-    run.config = chosen
+    with run.folder.replaced(run.folder.config) as part:
+        part.write_text(dump_config(chosen), encoding="utf-8")
+    return chosen
 
 
 def preferred(steps: Sequence[tuple[float, int]]) -> int:
@@ -116,12 +139,12 @@ def preferred(steps: Sequence[tuple[float, int]]) -> int:
     return min(alike)[-1]
 
 
-def mesh_table(meshes: Sequence[PlannedMesh]) -> str:
+def mesh_table(meshes: Sequence[TriedMesh]) -> str:
     """Returns one line per mesh, the chosen one first."""
     return table_text([("mesh", "step", "fullest rank", ""), *(mesh.row() for mesh in meshes)])
 
 
-def _planned(run: RunContext, config: Config) -> PlannedMesh:
+def _planned(run: RunContext, config: Config) -> TriedMesh:
     """Returns the best plan of the run with another mesh, from costs that are measured here unless they are known.
     Collective."""
     progress = run.progress
@@ -136,10 +159,10 @@ def _planned(run: RunContext, config: Config) -> PlannedMesh:
         request = family.start_request(config.pipeline.num_ranks, expected)
         plan, _ = family.plan(config.pipeline.num_ranks, progress.say)
     except SlipstreamError as error:
-        return PlannedMesh(config, obstacle=str(error))
-    copies = ranks.copies.size
-    after = seconds_after(plan, copies, copies if config.parallel.shard != "none" else 1)
-    held = held_bytes(plan, request)
+        return TriedMesh(config, obstacle=str(error))
+    assert plan.costs is not None
+    step = request.evaluate(plan.costs, plan.plan)
     room = memory_of_a_rank(config)
-    obstacle = f"{bytes_text(held - room)} more than the {bytes_text(room)} of a rank" if held > room else ""
-    return PlannedMesh(config, plan.seconds + after, plan.ideal, held, obstacle, profile_of(plan))
+    more = max(step.peaks()) - room
+    obstacle = f"{bytes_text(more)} more than the {bytes_text(room)} of a rank" if more > 0 else ""
+    return TriedMesh(config, step, plan.ideal, obstacle)

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from slipstream import Memory, Pipeline, Runtime, SlipstreamError
-from slipstream.cost import MeasuredCosts, Profile
+from slipstream.cost import MeasuredCosts, Profile, profile_behind
 from slipstream.parallel import Ranks
 from slipstream.pipeline.pipeline_options import ExpectedBatch
-from slipstream.pipeline.planning import StartRequest, plan_before_training, profile_of
+from slipstream.pipeline.planning import StartRequest, plan_before_training
 from slipstream.planner.joint import JointPlan
 from slipstream.planner.plan import Plan
 from slipstream.profile import ProfileSettings, find_costs
@@ -118,7 +118,7 @@ def test_a_plan_is_for_the_batches_that_are_expected() -> None:
     expected = ExpectedBatch(48, microbatch_size=2, num_microbatches=3, longest=LENGTH, say=said.append)
     pipe = planned(seq_len=expected)
     assert pipe.plan is not None
-    profile = profile_of(pipe.plan)
+    profile = profile_behind(pipe.plan.costs)
     assert (profile.microbatch_size, profile.seq_len) == (2, LENGTH)
     assert (pipe.plan.schedule.num_microbatches, sum(pipe.plan.slices)) == (3, 48)
     assert pipe.rates is not None
@@ -197,7 +197,7 @@ def test_what_a_plan_holds_is_known_before_it_runs(vocabulary: Any, tied: bool, 
     costs = MeasuredCosts(measured[-1])
     request = StartRequest(seq_len=LENGTH, num_microbatches=4, num_ranks=2, dtype="float32")
     assert pipe.plan is not None
-    counted = max(plan_before_training._most_bytes(costs, request, pipe.plan.plan))
+    counted = max(request.evaluate(costs, pipe.plan.plan).peaks())
     ratio = counted / rehearsed_bytes(pipe, tokens(batch=4, length=LENGTH))
     assert 0.95 < ratio < 1.1
 
@@ -216,7 +216,7 @@ def test_what_is_held_with_layers_that_are_computed_again_is_known(measured: lis
             pipe = Pipeline.from_config(config, num_ranks=2, memory=memory, runtime=runtime, **options)
             most[schedule, slices, recompute] = rehearsed_bytes(pipe, inputs)
             plan = Plan(recompute=recompute).closed(schedule=pipe.order, slices=slices, partition=(2, 2))
-            counted = max(plan_before_training._most_bytes(costs, request, plan))
+            counted = max(request.evaluate(costs, plan).peaks())
             assert 0.95 < counted / most[schedule, slices, recompute] < 1.1
     several = (48, 32, 48)
     split, whole = most["zb-h1", several, "full"], most["1f1b", several, "full"]

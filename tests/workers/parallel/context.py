@@ -21,11 +21,10 @@ from torch.nn.functional import cross_entropy
 from transformers import BloomConfig, DeepseekV3Config, LlamaConfig, PretrainedConfig, PreTrainedModel
 
 from slipstream import Pipeline, SequenceLoss, SlipstreamError, make_mesh
-from slipstream.cost import MeasuredCosts
+from slipstream.cost import MeasuredCosts, profile_behind
 from slipstream.model import causal_cross_entropy
 from slipstream.parallel import RankGroup
 from slipstream.pipeline.execution import step_graphs
-from slipstream.pipeline.planning import profile_of
 from support import mixtures
 from support.adapters import adapted, lora, pipe_error, whole_gradients
 from support.architectures import (
@@ -98,7 +97,7 @@ def planned() -> None:
     open_ = {"schedule": "auto", "slices": "auto", "num_microbatches": 1, "seq_len": 64}
     pipe = rows("llama", {"cp": 2}, num_ranks=2, **open_)
     assert pipe.plan is not None
-    profile, group = profile_of(pipe.plan), pipe.axes["cp"]
+    profile, group = profile_behind(pipe.plan.costs), pipe.axes["cp"]
     assert (profile.degrees.context, profile.hardware.processes) == (group.size, dist.get_world_size())
     costs = MeasuredCosts(profile)
     assert costs.message_bytes(7) == -(-7 // group.size) * costs.message_bytes(1)

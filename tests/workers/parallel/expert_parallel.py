@@ -28,13 +28,12 @@ from transformers import (
 from transformers.integrations.moe import ExpertsInterface, batched_mm_experts_forward
 
 from slipstream import Memory, Parallelism, Pipeline, SequenceLoss, SlipstreamError, make_mesh
-from slipstream.cost import MeasuredCosts
+from slipstream.cost import MeasuredCosts, profile_behind
 from slipstream.model import causal_cross_entropy
 from slipstream.model.anatomy import expert_modules
 from slipstream.model.toy import perturb_parameters
 from slipstream.parallel import RankGroup
 from slipstream.pipeline.execution import step_graphs
-from slipstream.pipeline.planning import profile_of
 from slipstream.planner.ragged import StepPlan
 from slipstream.schedule import make_schedule
 from support.architectures import (
@@ -460,7 +459,7 @@ def planned() -> None:
     open_ = {"schedule": "auto", "slices": "auto", "num_microbatches": 1, "seq_len": 64}
     pipe = exact("qwen3_moe", replicas, num_ranks=2, **open_)
     assert pipe.plan is not None
-    profile = profile_of(pipe.plan)
+    profile = profile_behind(pipe.plan.costs)
     assert profile.degrees.experts == 2
     a_half = 8 // 2 * 3 * 32 * 16  # of a layer's experts
     assert {0, a_half} <= {stage.num_in_experts for stage in profile.stages}

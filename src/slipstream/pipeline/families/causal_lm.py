@@ -206,6 +206,7 @@ class CausalLMFamily(ModelFamily):
         return StartRequest(
             **vars(expected) | open_fields,
             num_ranks=num_ranks,
+            replicas=self._ranks.data.size,
             memory_limit=options.memory.limit,
             vocabulary=self.planned_vocabulary(num_ranks),
             parallel=options.parallel,

@@ -11,12 +11,10 @@ from slipstream.pipeline.planning.counted_plans import (
 from slipstream.pipeline.planning.first_steps import FirstSteps, HeldBytes
 from slipstream.pipeline.planning.plan_before_training import (
     StartRequest,
-    held_bytes,
+    held_beside,
     is_free,
     measure_rates,
     plan_start,
-    profile_of,
-    seconds_after,
     with_plan,
 )
 from slipstream.pipeline.planning.step_settings import RowOrder, StepSettings, may_split

@@ -14,18 +14,15 @@ from transformers import PretrainedConfig
 
 from slipstream.comm import HEADER_BYTES
 from slipstream.cost import (
-    REPLAYED,
     Costs,
+    HeldBeside,
     MeasuredCosts,
     MeasuredLink,
     PartlyTrained,
     Profile,
-    StageParts,
     StateBytes,
     WithoutHead,
-    head_part_memory,
-    innermost,
-    memory_table,
+    profile_behind,
 )
 from slipstream.errors import SlipstreamError
 from slipstream.model import ALL_WEIGHTS, TrainedWeights, find_anatomy, why_layers_stay_whole
@@ -44,15 +41,19 @@ from slipstream.planner.joint import (
     granularity_for,
 )
 from slipstream.planner.ragged import StageRates, fit_rates
+from slipstream.planner.search import Evaluation, GlobalBatch, evaluate
 from slipstream.profile import ProfileSettings, count_model, find_costs
 from slipstream.profile.cost_cache import CostCache
-from slipstream.schedule import Schedule, add_recompute
-from slipstream.simulator import memory_of
 from slipstream.units import seconds_text
 
 _BUDGET = 60.0  # seconds of measuring, at most
 _REPEATS = 6  # of a point, at most
 _UNSEEN = 0.01  # of the counted bytes: those that parts measured alone hold only together
+
+
+def held_beside(num_tokens: int) -> HeldBeside:
+    """Returns what a rank holds beside what costs say, given the tokens of a pipeline's step."""
+    return HeldBeside(HEADER_BYTES, token_bytes(num_tokens), _UNSEEN)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +63,7 @@ class StartRequest(ExpectedBatch):
 
     Args:
         num_ranks: ranks of the pipeline.
+        replicas: pipelines that share the batch.
         memory_limit: bytes of each rank. None: no limit.
         vocabulary: whether the head is to be whole or spread over the ranks. "auto": whichever is faster.
         parallel: how ranks share the work of a stage.
@@ -72,6 +74,7 @@ class StartRequest(ExpectedBatch):
     num_microbatches: int
     dtype: str
     num_ranks: int
+    replicas: int = 1
     memory_limit: float | None = None
     vocabulary: Vocabulary = "whole"
     parallel: Parallelism = Parallelism()
@@ -82,6 +85,29 @@ class StartRequest(ExpectedBatch):
     def state(self) -> StateBytes:
         """The bytes per parameter."""
         return StateBytes.of(PRECISIONS[AUTOCAST].weights.name if self.dtype == AUTOCAST else self.dtype)
+
+    def closed(self, plan: Plan, costs: Costs) -> Plan:
+        """Returns a plan of order, cut, slices and recomputation with the mesh that it was made for."""
+        mesh = Plan(
+            **costs.degrees.choices,
+            data_parallel=self.replicas,
+            microbatch_size=costs.microbatch_size,
+            offload=0.0,
+            shard=self.parallel.shard,
+        )
+        return mesh.closed(
+            schedule=plan.schedule, slices=plan.slices, partition=plan.partition, recompute=plan.recompute
+        )
+
+    def evaluate(self, costs: Costs, plan: Plan) -> Evaluation:
+        """Returns a step of a plan of order, cut, slices and recomputation on the mesh, with all that ranks hold."""
+        rows = self.num_microbatches * self.microbatch_size
+        batch = GlobalBatch(self.seq_len, self.replicas * rows)
+        beside = held_beside(rows * self.seq_len)
+        return evaluate(self.closed(plan, costs), costs, batch, self.state, beside=beside)
+
+    def _peaks(self, costs: Costs, plan: Plan) -> list[float]:
+        return self.evaluate(costs, plan).peaks()
 
     def problem(self, costs: Costs, longest: int) -> JointProblem:
         """Returns the search's problem, with costs of slices of up to `longest` tokens: shorter ones than were asked
@@ -95,7 +121,8 @@ class StartRequest(ExpectedBatch):
             granularity=self.granularity,
             longest_slice=longest,
             memory_limit=self.memory_limit,
-            account=partial(_most_bytes, costs, self),
+            account=partial(self._peaks, costs),
+            optimizer_shards=self.replicas * costs.degrees.context if self.parallel.shard != "none" else 1,
             tied=self.tied,
         )
         return replace(problem, effort=self.effort * problem.effort)
@@ -151,7 +178,7 @@ def plan_start(
     plans, refusal = list[tuple[JointPlan, StageRates]](), None
     for kind in kinds:
         # Messages between stages take as long however a slice is shared.
-        link = profile_of(plans[0][0]).link if plans else None
+        link = profile_behind(plans[0][0].costs).link if plans else None
         try:
             asked = replace(request, parallel=request.parallel.exchanging(kind))
             plans.append(_plan(config, asked, ranks, device, say, every, link))
@@ -184,11 +211,13 @@ def _plan(
     problem = request.problem(costs, profile.longest_slice)
 
     def found() -> tuple[JointPlan, StageRates]:
-        plan = replace(find_vocabulary_plan(problem, request.vocabulary, told.searched), costs=costs)
-        if request.device_memory is not None and held_bytes(plan, request) > request.device_memory:
-            limited = replace(problem, memory_limit=min(request.device_memory, problem.memory_limit or inf))
+        plan = find_vocabulary_plan(problem, request.vocabulary, told.searched)
+        room = request.device_memory
+        if room is not None and not request.evaluate(costs, plan.plan).fits(room):
+            limited = replace(problem, memory_limit=min(room, problem.memory_limit or inf))
             with suppress(OutOfMemoryError):
-                plan = replace(find_vocabulary_plan(limited, request.vocabulary, told.searched), costs=costs)
+                plan = find_vocabulary_plan(limited, request.vocabulary, told.searched)
+        plan = replace(plan, plan=request.closed(plan.plan, costs), costs=costs)
         of_stages = WithoutHead(costs) if plan.head == "spread" else costs
         return plan, request.fit_rates(of_stages, profile.longest_slice, plan.partition, plan.recompute)
 
@@ -258,45 +287,6 @@ def of_what_is_trained(
         "them run forward only, and measured times are scaled to what is computed"
     )
     return PartlyTrained(costs, whole, part)
-
-
-def profile_of(plan: JointPlan) -> Profile:
-    """Returns the profile by which a plan was made here."""
-    assert plan.costs is not None
-    measured = innermost(plan.costs)
-    assert isinstance(measured, MeasuredCosts)
-    return measured.profile
-
-
-def held_bytes(plan: JointPlan, request: StartRequest) -> float:
-    """Returns the most bytes that a rank holds with a plan that was made here."""
-    assert plan.costs is not None
-    return max(_most_bytes(plan.costs, request, plan.plan))
-
-
-def seconds_after(plan: JointPlan, copies: int, shards: int) -> float:
-    """Returns the seconds from a rank's last backward to the end of the step, for the rank that takes longest: the sum
-    of gradients over ranks with the same weights, and the optimizer, over `shards` of which its state is spread."""
-    costs, seconds = plan.costs, [0.0] * plan.schedule.num_ranks
-    assert costs is not None
-    stages = StageParts.of_partition(plan.partition, costs.num_layers, costs.units_per_layer)
-    for stage, rank in zip(stages, plan.schedule.placement, strict=True):
-        seconds[rank] += costs.gradient_seconds(stage, copies) + costs.optimizer_step_seconds(stage, shards)
-    return max(seconds)
-
-
-def _most_bytes(costs: Costs, request: StartRequest, plan: Plan) -> list[float]:
-    """Returns the most bytes that each rank holds, as they are counted before a step runs."""
-    schedule = plan.schedule
-    assert isinstance(schedule, Schedule)
-    if plan.recompute in REPLAYED:
-        schedule = add_recompute(schedule)
-    stages = StageParts.of_partition(plan.partition, costs.num_layers, costs.units_per_layer)
-    account = head_part_memory if schedule.spreads_vocabulary else memory_table
-    table = account(costs, stages, schedule, plan.slices, plan.recompute, request.state)
-    batch = token_bytes(request.num_microbatches * request.microbatch_size * request.seq_len)
-    ranks = memory_of(schedule, replace(table, header_bytes=HEADER_BYTES))
-    return [(1 + _UNSEEN) * rank.peak + batch for rank in ranks]
 
 
 class _Told:

@@ -12,8 +12,10 @@ import numpy as np
 from slipstream.array_types import Floats
 from slipstream.cost import (
     EXCHANGES,
+    NOTHING_BESIDE,
     REPLAYED,
     Costs,
+    HeldBeside,
     HostMemorySpec,
     Stage,
     StageParts,
@@ -109,6 +111,7 @@ class Evaluation:
         host: the memory of the host. None: unknown.
         alike: returns one of the stages with equal costs, so that their bytes are computed once.
         num_extrapolated: microbatches that are left out.
+        beside: what a rank holds beside what the costs say.
     """
 
     plan: Plan
@@ -120,6 +123,7 @@ class Evaluation:
     host: HostMemorySpec | None = None
     alike: Callable[[Stage], Stage] = _itself
     num_extrapolated: int = 0
+    beside: HeldBeside = NOTHING_BESIDE
 
     @cached_property
     def step_times(self) -> StepTimes:
@@ -193,8 +197,10 @@ class Evaluation:
         saved = c.recompute, self.state.of_shards(c.shard), c.optimizer_shards
         if self.cut.spreads_head:
             whole = StageParts.of_units(self.cut.bounds)
-            return head_part_memory(self.cut.costs, whole, self.schedule, self.slices, *saved)
-        return memory_table(self.cut.costs, self.cut.stages, self.schedule, self.slices, *saved, alike=self.alike)
+            table = head_part_memory(self.cut.costs, whole, self.schedule, self.slices, *saved)
+        else:
+            table = memory_table(self.cut.costs, self.cut.stages, self.schedule, self.slices, *saved, alike=self.alike)
+        return replace(table, header_bytes=self.beside.header)
 
     def fits(self, memory: float) -> bool:
         """Returns whether all devices, of so many bytes, and hosts have room."""
@@ -207,7 +213,7 @@ class Evaluation:
 
     def peaks(self) -> list[float]:
         """Returns the most bytes that each rank holds."""
-        return [*map(float, self.bytes.rank_peaks())]
+        return [self.beside.added(float(peak)) for peak in self.bytes.rank_peaks()]
 
     @cached_property
     def bytes(self) -> OrderBytes:
@@ -285,7 +291,7 @@ class Evaluation:
         return max(0.0, float(1 - work / (self.schedule.num_ranks * end)))
 
     def memory(self) -> tuple[dict[MemoryKind, float], ...]:
-        """Returns each rank's bytes by kind, at the moment of its peak."""
+        """Returns each rank's bytes by kind, at the moment of its peak, as the costs say them."""
         return tuple(_by_kind(rank) for rank in self.bytes.memory())
 
 
@@ -297,7 +303,12 @@ def _by_kind(memory: RankMemory) -> dict[MemoryKind, float]:
 
 
 def evaluate(
-    plan: Plan, costs: Costs, batch: GlobalBatch, state: StateBytes, host: HostMemorySpec | None = None
+    plan: Plan,
+    costs: Costs,
+    batch: GlobalBatch,
+    state: StateBytes,
+    host: HostMemorySpec | None = None,
+    beside: HeldBeside = NOTHING_BESIDE,
 ) -> Evaluation:
     """Returns what a step of a plan takes and holds.
 
@@ -307,6 +318,7 @@ def evaluate(
         batch: the sequences of the step.
         state: bytes per parameter, where nothing is sharded.
         host: the memory of the host, where something is offloaded.
+        beside: what a rank holds beside what the costs say.
 
     Raises:
         SlipstreamError: with the names of the fields that are open, or where the plan contradicts itself or the batch.
@@ -326,6 +338,7 @@ def evaluate(
         find_times=partial(_step_times, plan, cut, state),
         state=state,
         host=host,
+        beside=beside,
     )
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from slipstream.cost import CountedOperations, HostMemorySpec, ModelCount, StateBytes
 from slipstream.errors import SlipstreamError
 from slipstream.model import expert_modules, meta_model, recompute_advice, torch_dtype
+from slipstream.pipeline import held_beside
 from slipstream.planner import OPEN, Plan
 from slipstream.planner.search import Evaluation, GlobalBatch, balanced_layers, evaluate, sequence_seconds
 from slipstream.profile import count_model
@@ -175,8 +176,9 @@ def _evaluate(config: Config, count: ModelCount, length: int, changes: dict[str,
         layers = (range(layer, layer + 1) for layer in range(costs.num_layers))
         weights = [sequence_seconds(costs, length, layer) for layer in layers]
         plan = plan.closed(partition=tuple(balanced_layers(weights, plan.placement)))
-    rows = plan.data_parallel * plan.num_microbatches * plan.microbatch_size
-    return evaluate(plan, costs, GlobalBatch(length, rows), StateBytes.of(count.dtype), _ANY_HOST)
+    rows = plan.num_microbatches * plan.microbatch_size
+    batch, state = GlobalBatch(length, plan.data_parallel * rows), StateBytes.of(count.dtype)
+    return evaluate(plan, costs, batch, state, _ANY_HOST, held_beside(rows * length))
 
 
 def _run_plan(config: Config, length: int, changes: dict[str, Any]) -> Plan:
