@@ -60,7 +60,7 @@ class PlannedOptions:
         rates: StageRates | None = options.rates
         if (num_ranks > 1 or isinstance(options.seq_len, ExpectedBatch)) and family.is_open(options):
             plan, rates = _measured(family, options, num_ranks)
-            options = options if plan is None else with_plan(options, plan)
+            options = options if plan is None else with_plan(options, plan.plan)
             family.adopt(options)
         counted: CountedPlans | None = None
         unplanned = ""

@@ -301,17 +301,24 @@ class Plan:
     # --- the settings of a training ----------------------------------------------------------------------------------
 
     def dump(self, order: str | None = None) -> dict[str, dict[str, Any]]:
-        """Returns the plan as the sections `pipeline`, `memory` and `parallel` of a training configuration, without
-        what is open.
+        """Returns the settings as a configuration's file has them.
 
         Args:
             order: the name of the file with an order that was found. None: the order's text stands in its place.
         """
-        found = isinstance(self.schedule, Schedule)
+        sections = self.settings()
+        if isinstance(self.schedule, Schedule):
+            sections["pipeline"]["schedule"] = order or str(self.schedule)
+        return sections
+
+    def settings(self) -> dict[str, dict[str, Any]]:
+        """Returns the plan as the sections `pipeline`, `memory` and `parallel` of a training configuration, without
+        what is open."""
         pipeline = {
             "num_ranks": self.pipeline_parallel,
-            "stages_per_rank": OPEN if found else self.stages_per_rank,  # an order has its own
-            "schedule": (order or str(self.schedule)) if found else self.schedule,
+            # An order has its own.
+            "stages_per_rank": OPEN if isinstance(self.schedule, Schedule) else self.stages_per_rank,
+            "schedule": self.schedule,
             "num_microbatches": self.num_microbatches,
             "slices": self.num_slices if self.slices is OPEN else [int(length) for length in self.slices],
             "partition": OPEN if self.partition is OPEN else [*map(_whole, self.partition)],

@@ -15,7 +15,14 @@ from slipstream.checkpoint import SavedCheckpoint
 from slipstream.launch import Progress
 from slipstream.number_format import PRECISIONS
 from slipstream.options import Degrees
-from slipstream.pipeline import ExpectedBatch, Pipeline, PipelineOptions, is_counted, is_free
+from slipstream.pipeline import (
+    ExpectedBatch,
+    Pipeline,
+    PipelineOptions,
+    decided_options,
+    is_counted,
+    is_free,
+)
 from slipstream.planner import OPEN, Plan, placement_of
 from slipstream.planner.joint import JointPlan, granularity_for
 from slipstream.planner.ragged import StageRates
@@ -126,17 +133,14 @@ def chosen_settings(config: Config, chosen: Mapping[str, Any]) -> dict[str, Any]
     counts = pipeline.num_microbatches, config.training.seq_len
     if rates is None and (schedule.num_microbatches, sum(plan.slices)) != counts:
         return {}
-    slices = plan.num_slices if plan.slices is OPEN else [*plan.slices]
-    settings: dict[str, Any] = {"schedule": schedule, "slices": slices}
     if is_open(config):
-        settings["partition"] = [*plan.partition]
-        if rates is not None:
-            settings["rates"] = StageRates.from_json(rates)
-        memory = memory.model_copy(update={"recompute": plan.recompute_setting})
+        if schedule.num_ranks != pipeline.num_ranks:
+            return {}
         now = config.parallel.degrees
-        if now.exchange == "auto" and plan.degrees._replace(exchange="auto") == now:
-            settings["parallel"] = config.parallel.exchanging(plan.context_exchange)
-        return settings | {"memory": memory} if schedule.num_ranks == pipeline.num_ranks else {}
+        if now.exchange != "auto" or plan.degrees._replace(exchange="auto") != now:
+            plan = replace(plan, context_exchange=OPEN)
+        settings = decided_options(plan, memory, config.parallel)
+        return settings if rates is None else settings | {"rates": StageRates.from_json(rates)}
     if rates is not None:
         return {}
     if is_counted_open(config):
@@ -145,9 +149,10 @@ def chosen_settings(config: Config, chosen: Mapping[str, Any]) -> dict[str, Any]
         return {}
     stages = pipeline.fewest_stages
     name = placed_as(pipeline.schedule or USUAL_SCHEDULE, stages)
-    placement = placement_of(name, pipeline.num_ranks, stages)
-    memory = memory.model_copy(update={"num_flushes": 1})
-    return settings | {"memory": memory} if schedule.placement == placement else {}
+    if schedule.placement != placement_of(name, pipeline.num_ranks, stages):
+        return {}
+    settings = decided_options(plan.only(["schedule", "slices"]), memory, config.parallel)
+    return settings | {"memory": memory.model_copy(update={"num_flushes": 1})}
 
 
 def _counted_stages(config: Config, plan: Plan) -> dict[str, Any]:
@@ -159,7 +164,8 @@ def _counted_stages(config: Config, plan: Plan) -> dict[str, Any]:
     is_open_cut = pipeline.partition == "auto" and pipeline.stages_per_rank in (None, stages)
     if schedule.num_ranks != pipeline.num_ranks or not is_open_cut:
         return {}
-    return {"partition": [*plan.partition], "stages_per_rank": stages}
+    of_stages = Plan(partition=plan.partition, stages_per_rank=stages)
+    return decided_options(of_stages, config.memory, config.parallel)
 
 
 def _counted_settings(config: Config, plan: Plan) -> dict[str, Any]:
@@ -175,16 +181,21 @@ def _counted_settings(config: Config, plan: Plan) -> dict[str, Any]:
         return {}
     if pipeline.stages_per_rank not in (None, stages):
         return {}
-    settings: dict[str, Any] = {"slices": slices, "partition": [*plan.partition]}
-    memory = config.memory
-    if memory.recompute == "none":
-        memory = memory.model_copy(update={"recompute": plan.recompute_setting})
+    names = ["partition"]
+    if pipeline.slices is None:
+        names.append("slices")
+    if config.memory.recompute == "none":
+        names.append("recompute")
+    decided = plan.only(names)
     if pipeline.schedule is None:
-        return settings | {"schedule": schedule, "memory": memory.model_copy(update={"num_flushes": 1})}
+        memory = config.memory.model_copy(update={"num_flushes": 1})
+        settings = decided_options(replace(decided, schedule=schedule), memory, config.parallel)
+        return {"memory": memory} | settings
     if stages not in SCHEDULES[pipeline.schedule].stages_per_rank:
         return {}
-    placement = placement_of(pipeline.schedule, pipeline.num_ranks, stages)
-    return settings | {"stages_per_rank": stages, "memory": memory} if schedule.placement == placement else {}
+    if schedule.placement != placement_of(pipeline.schedule, pipeline.num_ranks, stages):
+        return {}
+    return decided_options(replace(decided, stages_per_rank=stages), config.memory, config.parallel)
 
 
 def recorded_plan(chosen: Mapping[str, Any]) -> Plan:
@@ -254,12 +265,12 @@ def record_plan(run: RunContext, pipe: Pipeline, sequences: TrainingSequences) -
         return None
     run.progress.say(plan.table())
     if run.world.rank == 0:
-        _write(run.config, plan, pipe.degrees, pipe.rates if sequences.packing == "none" else None)
+        _write(run.config, plan, pipe.rates if sequences.packing == "none" else None)
     run.progress.say(f"wrote the plan to {run.folder.plan}, from which another run can start at once")
     return plan
 
 
-def _write(config: Config, plan: JointPlan, degrees: Degrees, rates: StageRates | None) -> None:
+def _write(config: Config, plan: JointPlan, rates: StageRates | None) -> None:
     """Writes the plan as a training configuration, without the text to train on and the folder for results; for
     documents of any length with the rates of its stages."""
     folder = config.folder
@@ -270,9 +281,7 @@ def _write(config: Config, plan: JointPlan, degrees: Degrees, rates: StageRates 
     predicted = {name: rounded(getattr(plan, name)) for name in ("seconds", "bound", "ideal")}
     size = "batch_size" if training.batch_tokens is None else "batch_tokens"
     parallel = config.parallel
-    decided = Plan(**degrees.choices, data_parallel=parallel.data, shard=parallel.shard, offload=0.0).closed(
-        schedule=plan.schedule, slices=plan.slices, partition=plan.partition, recompute=plan.recompute
-    )
+    decided = plan.plan
     if rates is not None:  # by which each step is sliced anew
         decided = replace(decided, slices=OPEN, num_microbatches=config.pipeline.num_microbatches)
     sections = decided.dump(folder.planned_schedule.name)

@@ -8,6 +8,7 @@ from slipstream.pipeline.planning.counted_plans import (
     with_stages,
     with_usual,
 )
+from slipstream.pipeline.planning.decided_options import decided_options, with_plan
 from slipstream.pipeline.planning.first_steps import FirstSteps, HeldBytes
 from slipstream.pipeline.planning.plan_before_training import (
     StartRequest,
@@ -15,6 +16,5 @@ from slipstream.pipeline.planning.plan_before_training import (
     is_free,
     measure_rates,
     plan_start,
-    with_plan,
 )
 from slipstream.pipeline.planning.step_settings import RowOrder, StepSettings, may_split

@@ -16,6 +16,7 @@ from slipstream.cost import check_partition
 from slipstream.errors import SlipstreamError
 from slipstream.parallel import Ranks
 from slipstream.pipeline.pipeline_options import PipelineOptions
+from slipstream.pipeline.planning.decided_options import with_plan
 from slipstream.pipeline.planning.step_settings import RowOrder, StepSettings, usual_order
 from slipstream.planner import OPEN, Plan
 from slipstream.planner.joint import (
@@ -71,23 +72,18 @@ def with_usual(options: PipelineOptions, num_ranks: int) -> PipelineOptions:
     return replace(options, **usual_order(options, num_ranks)._asdict())
 
 
-def with_stages(options: PipelineOptions, plan: JointPlan) -> PipelineOptions:
+def with_stages(options: PipelineOptions, plan: Plan) -> PipelineOptions:
     """Returns the options with the plan's stages and recomputation, in which the order and the slices that are open
     still are."""
-    placement = plan.schedule.placement
-    num_ranks = plan.schedule.num_ranks
+    placement, num_ranks = plan.placement, plan.pipeline_parallel
     order = "auto-v" if placement[num_ranks : num_ranks + 1] == (num_ranks - 1,) and num_ranks > 1 else "auto"
-    memory = options.memory
-    if memory.recompute == "none":
-        memory = memory.model_copy(update={"recompute": plan.recompute})
-    return replace(
-        options,
-        schedule=options.schedule or order,
-        slices="auto" if options.slices is None else options.slices,
-        stages_per_rank=len(placement) // num_ranks,
-        partition=list(plan.partition) if isinstance(options.partition, str) else options.partition,
-        memory=memory,
-    )
+    names = ["stages_per_rank"]
+    if isinstance(options.partition, str):
+        names.append("partition")
+    if options.memory.recompute == "none":
+        names.append("recompute")
+    slices = "auto" if options.slices is None else options.slices
+    return replace(with_plan(options, plan, names), schedule=options.schedule or order, slices=slices)
 
 
 class LayerUnits:
@@ -164,7 +160,7 @@ class CountedPlans:
         self._knows_length |= units is not None
         self._plan: JointPlan | None = None
 
-    def plan_stages(self) -> JointPlan:
+    def plan_stages(self) -> Plan:
         """Returns the plan of all that is open. Collective.
 
         Raises SlipstreamError where the model's operations can't be counted, or what is given doesn't fit together.
@@ -172,7 +168,7 @@ class CountedPlans:
         length, num_rows = self._rows
         plan: JointPlan = self._ranks.run_on_leader(lambda: self._found(length, num_rows, self._given(length)))
         self._plan = plan
-        return self._in_layers
+        return self._in_layers.plan
 
     def first_order(self, settings: StepSettings) -> RowOrder:
         """Returns what steps run on rows of the planned length, where that is known, and the usual order otherwise."""

@@ -321,17 +321,3 @@ def is_free(options: PipelineOptions, *slices: object) -> bool:
     auto = (options.schedule, options.partition) == ("auto", "auto") and options.slices in (slices or ("auto",))
     knows = options.layers.example is not None and options.layers.costs is None if slices else bool(options.seq_len)
     return auto and plain and knows
-
-
-def with_plan(options: PipelineOptions, plan: JointPlan) -> PipelineOptions:
-    """Returns the options in which the plan's choices are given."""
-    memory = options.memory.model_copy(update={"recompute": plan.recompute})
-    if plan.costs is not None and plan.costs.degrees.context > 1:
-        options = replace(options, parallel=options.parallel.exchanging(plan.costs.degrees.exchange))
-    return replace(
-        options,
-        schedule=plan.schedule,
-        slices=list(plan.slices) if sum(plan.slices) > 1 else 1,
-        partition=list(plan.partition),
-        memory=memory,
-    )
