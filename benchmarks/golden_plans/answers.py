@@ -31,7 +31,7 @@ from slipstream.planner.plan import CHOICES, OPEN, Plan
 from slipstream.planner.plan_report import Prediction
 from slipstream.planner.ragged import StageRates, StepMemory, StepPlan, StepProblem, find_plan_within, fit_rates
 from slipstream.planner.ragged.step_search import find_step_plan
-from slipstream.planner.search import make_options, search_plans
+from slipstream.planner.search import PlanOptions, search_plans
 from slipstream.schedule import Op, Schedule
 from slipstream.simulator import MicrobatchCost, activation_peaks, simulate
 
@@ -91,7 +91,7 @@ def _counted(request: Request) -> Answer:
 
 def _measured(request: Request) -> Answer:
     source = ProfileSource(_profile(request["profile"]), request["num_ranks"])
-    options = make_options(**request["options"])
+    options = PlanOptions(**request["options"])
     return _of_plan(search_plans(source, request["seq_len"], request["global_batch"], options=options))
 
 

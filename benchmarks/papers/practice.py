@@ -7,7 +7,6 @@ is searched, as for the best plan that offloads nothing, and for the best of all
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
 from typing import Any
 
 from transformers import LlamaConfig
@@ -54,7 +53,7 @@ def measure(
     tensor, pipeline, data, context = degrees
     on_devices = PlanOptions(offload=(0.0,))
     degrees_of = {"tensor": tensor, "pipeline": pipeline, "data": data, "context": context}
-    same = replace(on_devices, **{f"{axis}_parallel": (degree,) for axis, degree in degrees_of.items()})
+    same = on_devices.changed(**{f"{axis}_parallel": (degree,) for axis, degree in degrees_of.items()})
     source = AnalyticSource(model, cluster, name, sequence_parallel=True, fused=True, refusals={})
     found = {
         which: described(search_plans(source, LENGTH, sequences, options=options).best)

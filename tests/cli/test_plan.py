@@ -19,7 +19,7 @@ from slipstream.cli.plan import training_lines
 from slipstream.cost import Degrees, MeasuredCosts, ProfileSource, load_profile
 from slipstream.errors import SlipstreamError
 from slipstream.planner.report import reasons
-from slipstream.planner.search import make_options
+from slipstream.planner.search import PlanOptions
 from slipstream.planner.search.plan_space import PlanSpace
 from slipstream.planning.described_model import DescribedModel
 from slipstream.planning.plan_file import plan_settings, write_plan_file
@@ -238,7 +238,7 @@ def test_tensor_parallelism_stays_in_a_node_unless_it_is_asked_for(cluster: Path
     source = choose_costs(llama(), cluster, seq_len=SEQ_LEN, dtype="float32")
     degrees = {
         given: {
-            mesh.degrees.tensor for mesh in PlanSpace(source, SEQ_LEN, 4, make_options(tensor_parallel=given)).meshes()
+            mesh.degrees.tensor for mesh in PlanSpace(source, SEQ_LEN, 4, PlanOptions(tensor_parallel=given)).meshes()
         }
         for given in (None, 4)
     }
@@ -536,7 +536,7 @@ def test_impossible_clusters_and_too_little_memory(model: Path, tmp_path: Path) 
     path.write_text(yaml.safe_dump(CLUSTER | {"inside": {"bandwidth": 25, "latency": 1e-6}}))
     with pytest.raises(SlipstreamError, match=r"inside\.bandwidth is 25: implausible"):
         plan_file(model, path, tmp_path / "plan.yaml")
-    tiny = make_options(memory_limit=1e6).memory_limit
+    tiny = PlanOptions(memory_limit=1e6).memory_limit
     path.write_text(yaml.safe_dump(CLUSTER))
     big = llama(hidden_size=512, intermediate_size=2048, head_dim=128)
     with pytest.raises(SlipstreamError, match="rank"):
@@ -545,7 +545,7 @@ def test_impossible_clusters_and_too_little_memory(model: Path, tmp_path: Path) 
 
 def test_unknown_options_suggest_the_nearest() -> None:
     with pytest.raises(SlipstreamError, match="there is no option 'tensor_paralel'; did you mean 'tensor_parallel'"):
-        make_options(tensor_paralel=1)
+        PlanOptions(tensor_paralel=1)
 
 
 def test_errors_end_with_code_2(model: Path, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -37,9 +37,24 @@ FOUND = Plan(schedule=ORDER, data_parallel=1, recompute="stage", offload=0.5).cl
 
 
 def test_every_choice_of_a_search_is_a_field() -> None:
-    names = [field.name for field in fields(PlanOptions)]
-    assert tuple(name for name in names if name in FIELDS) == CHOICES
-    assert {*MESH} < {*CHOICES}
+    assert {*MESH} < {*CHOICES} < {*FIELDS}
+
+
+def test_the_options_of_a_search_are_the_choices_of_a_plan() -> None:
+    """Checked however they are made, and changed one by one."""
+    every = {name: NAMED.choice(name) for name in CHOICES}
+    options = PlanOptions(**every, num_best=3)
+    assert options.allowed == {name: (value,) for name, value in every.items()}
+    assert all(options.allows(name, value) and not options.allows(name, "other") for name, value in every.items())
+    assert options.changed(num_best=None, **dict.fromkeys(every)) == PlanOptions(num_best=5, num_simulated=200)
+    assert options.changed(shard=["none", "optimizer"]).values("shard") == ("none", "optimizer")
+    assert PlanOptions(memory_limit=1e9).changed(offload=0.5).memory_limit == 1e9
+    with pytest.raises(
+        SlipstreamError, match=r"no option 'partition'.* The options are tensor_parallel, .*, num_best\."
+    ):
+        PlanOptions(partition=(2, 2))
+    with pytest.raises(SlipstreamError, match="shard='all' isn't known"):
+        options.changed(shard="all")
 
 
 def test_what_is_open_is_one_object_wherever_it_goes() -> None:

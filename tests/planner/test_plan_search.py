@@ -36,7 +36,7 @@ from support.small_clusters import SEQ_LEN, SMALL, gpt, small_cluster, source
 
 NAMED = ("equal-time", "exact")  # nothing that takes a joint search
 PLAIN = PlanOptions(num_slices=(1,), recompute=("stage",), offload=(0.0,), shard=("none",))
-ONE_F_ONE_B = replace(PLAIN, schedule=("1f1b",), stages_per_rank=(1,))
+ONE_F_ONE_B = PLAIN.changed(schedule=("1f1b",), stages_per_rank=(1,))
 
 
 @pytest.mark.more
@@ -55,7 +55,7 @@ def test_the_winner_is_the_one_that_simulating_everything_finds(seed: int) -> No
     space = PlanSpace(source(model, cluster), SEQ_LEN, draw.choice((2, 4, 6)), options)
     # a limit that some configurations exceed
     sizes = sorted(max(space.evaluate(c).peaks()) for _, _, c in space.bounded())
-    options = replace(options, memory_limit=sizes[draw.randrange(len(sizes) // 8, len(sizes))] * 1.1)
+    options = options.changed(memory_limit=sizes[draw.randrange(len(sizes) // 8, len(sizes))] * 1.1)
     space = PlanSpace(space.source, SEQ_LEN, space.global_batch, options)
     plan = search_plans(space.source, SEQ_LEN, space.global_batch, options=options)
     found = [space.evaluate(configuration) for _, _, configuration in space.bounded()]
@@ -115,7 +115,7 @@ ONE_PIPELINE = PlanOptions(
 
 def test_an_exact_slicing_wins_where_no_equal_times_are_as_good() -> None:
     """One long sequence on four ranks, where short slices take as long as their kernels."""
-    options = replace(ONE_PIPELINE, offload=(0.0,))
+    options = ONE_PIPELINE.changed(offload=(0.0,))
     long = long_sequences(4, kernel_seconds=1e-4)
     plan = search_plans(long, 4096, 1, options=options)
     best = plan.best
@@ -126,7 +126,7 @@ def test_an_exact_slicing_wins_where_no_equal_times_are_as_good() -> None:
     assert other.step_seconds > best.step_seconds
     longer = f"{other.step_seconds / best.step_seconds - 1:+.1%}"
     assert any(f"slicing equal-time instead of exact: {longer}" in line for line in reasons(plan))
-    only = search_plans(long, 4096, 1, options=replace(options, slicing=("equal-time",)))
+    only = search_plans(long, 4096, 1, options=options.changed(slicing=("equal-time",)))
     assert only.best.plan.slices == other.plan.slices
     assert not [each for each in only.alternatives if each.choice == "slicing"]
     # the bytes are those of the slices that run
@@ -150,9 +150,9 @@ def test_one_kind_of_slicing_may_be_all_that_is_allowed() -> None:
     options = PlanOptions(slicing=("exact",))
     assert {c.slicing for _, _, c in PlanSpace(source(), SEQ_LEN, 8, options).bounded()} == {"exact"}
     with pytest.raises(SlipstreamError, match=r"pipeline_parallel=1 fits nothing.*Choose from 2, 4"):
-        search_plans(source(), SEQ_LEN, 8, options=replace(options, pipeline_parallel=(1,)))
+        search_plans(source(), SEQ_LEN, 8, options=options.changed(pipeline_parallel=(1,)))
     with pytest.raises(SlipstreamError, match="nothing fits"):
-        search_plans(source(), SEQ_LEN, 8, options=replace(options, memory_limit=1e6))
+        search_plans(source(), SEQ_LEN, 8, options=options.changed(memory_limit=1e6))
 
 
 # --- what PTD-P found, as results ------------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ def degrees(model: ModelCount, num_nodes: int, batch: int, options: PlanOptions)
 
 def test_tensor_parallelism_fills_the_node_and_no_more() -> None:
     """Takeaway 1 (Figure 13): 161 billion parameters on 64 GPUs are fastest at (t, p) = (8, 8)."""
-    options = replace(ONE_F_ONE_B, data_parallel=(1,), microbatch_size=(1,))
+    options = ONE_F_ONE_B.changed(data_parallel=(1,), microbatch_size=(1,))
     best = degrees(gpt(num_layers=32, hidden=20480, heads=128), 8, 32, options)
     assert (best.tensor_parallel, best.pipeline_parallel) == (8, 8)
 
@@ -173,7 +173,7 @@ def test_tensor_parallelism_fills_the_node_and_no_more() -> None:
 def test_data_parallelism_scales_once_the_model_fits() -> None:
     """Takeaway 2 (Figures 14, 15): of a model that fits one node, all more devices are data parallel."""
     small, large = (
-        degrees(gpt(num_layers=32, hidden=hidden, heads=heads), 4, 256, replace(ONE_F_ONE_B, microbatch_size=(1,)))
+        degrees(gpt(num_layers=32, hidden=hidden, heads=heads), 4, 256, ONE_F_ONE_B.changed(microbatch_size=(1,)))
         for hidden, heads in ((3840, 32), (9216, 64))
     )
     assert small.tensor_parallel * small.pipeline_parallel <= 8
@@ -184,9 +184,9 @@ def test_the_best_microbatch_is_neither_the_smallest_nor_the_largest() -> None:
     """Takeaway 3 (Figure 16): larger ones compute faster, smaller ones idle less."""
     node = load_cluster("a100-selene").with_nodes(1)
     alone = AnalyticSource(gpt(num_layers=32, hidden=4096, heads=32), node, "gpt")
-    options = replace(ONE_F_ONE_B, tensor_parallel=(1,), data_parallel=(1,), context_parallel=(1,), memory_limit=1e15)
+    options = ONE_F_ONE_B.changed(tensor_parallel=(1,), data_parallel=(1,), context_parallel=(1,), memory_limit=1e15)
     steps = {
-        size: search_plans(alone, 512, 128, options=replace(options, microbatch_size=(size,))).best.step_seconds
+        size: search_plans(alone, 512, 128, options=options.changed(microbatch_size=(size,))).best.step_seconds
         for size in (1, 2, 4, 8, 16, 32)
     }
     assert min(steps, key=steps.__getitem__) not in (1, 32), steps
@@ -199,9 +199,9 @@ def test_sharded_parameters_take_as_long_as_a_sharded_optimizer_and_no_less_memo
         model = gpt(num_layers=6, hidden=64, heads=4, vocab=512, dtype=dtype)
         cluster = small_cluster()
         cluster = replace(cluster, device=replace(cluster.device, flops={dtype: 1e10}))
-        options = replace(PLAIN, data_parallel=(4,), microbatch_size=(1,), slicing=("equal-time",), schedule=("1f1b",))
+        options = PLAIN.changed(data_parallel=(4,), microbatch_size=(1,), slicing=("equal-time",), schedule=("1f1b",))
         found = {
-            shard: search_plans(source(model, cluster), SEQ_LEN, 8, options=replace(options, shard=(shard,))).best
+            shard: search_plans(source(model, cluster), SEQ_LEN, 8, options=options.changed(shard=(shard,))).best
             for shard in ("optimizer", "parameters")
         }
         assert found["parameters"].step_seconds == found["optimizer"].step_seconds
@@ -221,7 +221,7 @@ def test_the_shortest_step_is_simulated_whole_before_it_is_reported(monkeypatch:
     later = Evaluation._later
     monkeypatch.setattr(plan_space, "_LONG", 100)
     monkeypatch.setattr(Evaluation, "_later", lambda self, ends: 0.9 * later(self, ends))
-    options = replace(PLAIN, pipeline_parallel=(2,), microbatch_size=(1,), schedule=("1f1b",), num_slices=(1, 2))
+    options = PLAIN.changed(pipeline_parallel=(2,), microbatch_size=(1,), schedule=("1f1b",), num_slices=(1, 2))
     plan = search_plans(source(), SEQ_LEN, 256, options=options)
     space, best = PlanSpace(source(), SEQ_LEN, 256, options), plan.best.plan.only(CHOICES)
     whole = {c: space.evaluate(c).seconds for _, _, c in space.bounded()}
@@ -240,9 +240,9 @@ def test_a_single_device_is_planned_wherever_something_fits() -> None:
     """In slices, where whole sequences are too large; and what is said of what is left lacks something."""
     whole = search_plans(one_device(1e12), SEQ_LEN, 8, options=PlanOptions(num_slices=(1,), offload=(0.0,)))
     saving = PlanOptions(microbatch_size=(1,), recompute=("stage",), offload=(0.0,))
-    space = PlanSpace(one_device(1e12), SEQ_LEN, 8, replace(saving, num_slices=(1,)))
+    space = PlanSpace(one_device(1e12), SEQ_LEN, 8, saving.changed(num_slices=(1,)))
     least = min(max(space.evaluate(c).peaks()) for _, _, c in space.bounded())
-    plan = search_plans(one_device(1e12), SEQ_LEN, 8, options=replace(saving, memory_limit=0.99 * least))
+    plan = search_plans(one_device(1e12), SEQ_LEN, 8, options=saving.changed(memory_limit=0.99 * least))
     assert whole.best.plan.num_slices == 1 < plan.best.plan.num_slices
     errors = []
     for share in (0.2, 0.4, 0.6, 0.8, 0.9, 1.0):
@@ -341,7 +341,7 @@ TWO_RANKS = PlanOptions(
 
 @cache
 def jointly_planned() -> PlanReport:
-    return search_plans(counted_llama(), SEQ_LEN, 1, options=replace(TWO_RANKS, schedule=("auto",), offload=(0.0,)))
+    return search_plans(counted_llama(), SEQ_LEN, 1, options=TWO_RANKS.changed(schedule=("auto",), offload=(0.0,)))
 
 
 @pytest.mark.more
@@ -376,7 +376,7 @@ def test_a_joint_plan_keeps_to_the_memory_of_the_device() -> None:
     free = jointly_planned().best
     state = sum(part.num_parameters for part in counted_llama().model.of_kind) * 16
     limit = max(1e6, state + (free.peak_memory - state) / 2)
-    options = replace(TWO_RANKS, schedule=("auto",), memory_limit=limit, offload=(0.0,))
+    options = TWO_RANKS.changed(schedule=("auto",), memory_limit=limit, offload=(0.0,))
     best = search_plans(counted_llama(), SEQ_LEN, 1, options=options).best
     assert best.plan.schedule_name == "auto"
     assert best.peak_memory <= limit < free.peak_memory
@@ -385,9 +385,9 @@ def test_a_joint_plan_keeps_to_the_memory_of_the_device() -> None:
 @pytest.mark.more
 def test_a_joint_plan_within_the_memory_is_found_where_the_best_without_a_limit_does_not_fit() -> None:
     """With half its memory, and nothing computed again: shorter than any named schedule, and hardly longer."""
-    options = replace(TWO_RANKS, offload=(0.0,), recompute=("none",))
-    free = search_plans(counted_llama(), SEQ_LEN, 4, options=replace(options, schedule=("auto",))).best
-    limited = search_plans(counted_llama(), SEQ_LEN, 4, options=replace(options, memory_limit=free.peak_memory / 2))
+    options = TWO_RANKS.changed(offload=(0.0,), recompute=("none",))
+    free = search_plans(counted_llama(), SEQ_LEN, 4, options=options.changed(schedule=("auto",))).best
+    limited = search_plans(counted_llama(), SEQ_LEN, 4, options=options.changed(memory_limit=free.peak_memory / 2))
     (named,) = (each.prediction for each in limited.alternatives if each.choice == "schedule")
     assert limited.best.plan.schedule_name == "auto"
     assert limited.best.peak_memory <= free.peak_memory / 2
@@ -396,7 +396,7 @@ def test_a_joint_plan_within_the_memory_is_found_where_the_best_without_a_limit_
 
 def test_where_only_named_schedules_fit_the_error_says_which() -> None:
     """A pipeline of one rank has nothing to search together."""
-    options = replace(TWO_RANKS, pipeline_parallel=(1,), data_parallel=(2,), schedule=("auto",))
+    options = TWO_RANKS.changed(pipeline_parallel=(1,), data_parallel=(2,), schedule=("auto",))
     with pytest.raises(SlipstreamError, match=r"found together that fit, but .* does\. Allow schedule=1f1b and"):
         search_plans(counted_llama(), SEQ_LEN, 2, options=options)
 
@@ -410,7 +410,7 @@ def test_given_counts_leave_nothing_to_the_joint_search() -> None:
         {"slicing": ("exact",)},
     )
     for changed in some:
-        plan = search_plans(counted_llama(), SEQ_LEN, 1, options=replace(TWO_RANKS, **changed))
+        plan = search_plans(counted_llama(), SEQ_LEN, 1, options=TWO_RANKS.changed(**changed))
         assert all(each.joint is None for each in plan.predictions)
 
 
@@ -434,7 +434,7 @@ def heavy_source(tied: bool = False) -> AnalyticSource:
 
 @cache
 def planned(tied: bool = False, vocabulary: tuple[str, ...] | None = None) -> PlanReport:
-    options = replace(ONE_COLUMN, vocabulary=vocabulary) if vocabulary else ONE_COLUMN
+    options = ONE_COLUMN.changed(vocabulary=vocabulary) if vocabulary else ONE_COLUMN
     return search_plans(heavy_source(tied), SEQ_LEN, 4, options=options)
 
 
@@ -478,12 +478,12 @@ def test_a_spread_vocabulary_is_pinned_or_open() -> None:
     ],
 )
 def test_where_no_vocabulary_can_be_spread(plan_source: AnalyticSource, schedule: tuple[str, ...], words: str) -> None:
-    options = replace(ONE_COLUMN, vocabulary=("spread",), schedule=schedule)
+    options = ONE_COLUMN.changed(vocabulary=("spread",), schedule=schedule)
     with pytest.raises(SlipstreamError, match=words):
         search_plans(plan_source, SEQ_LEN, 4, options=options)
 
 
 def test_no_head_is_spread_over_ranks_that_share_layers() -> None:
-    options = replace(ONE_COLUMN, pipeline_parallel=(2,), tensor_parallel=(2,))
+    options = ONE_COLUMN.changed(pipeline_parallel=(2,), tensor_parallel=(2,))
     plan = search_plans(heavy_source(), SEQ_LEN, 4, options=options)
     assert {each.plan.vocabulary for each in plan.predictions} == {"whole"}

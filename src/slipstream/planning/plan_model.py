@@ -40,7 +40,7 @@ from slipstream.number_format import BFLOAT16, BasePrecision, find_format
 from slipstream.options import SHARED_WORK
 from slipstream.parallel import possible_sharing
 from slipstream.planner import PlanReport
-from slipstream.planner.search import check_count, make_options, search_plans
+from slipstream.planner.search import PlanOptions, check_count, search_plans
 from slipstream.planning.described_model import DescribedModel
 from slipstream.profile import count_model, identify_model, newest_costs
 
@@ -88,7 +88,7 @@ def plan(
         SlipstreamError: for input that can't be used, where nothing divides the batch, and where nothing fits the
             memory: by how much, on which rank, and the cheapest change with which something would fit.
     """
-    allowed = make_options(**options)
+    allowed = PlanOptions(**options)
     for name, value in {"seq_len": seq_len, "global_batch": global_batch}.items():
         check_count(name, value)
     source = choose_costs(
@@ -98,7 +98,7 @@ def plan(
         dtype=dtype,
         num_nodes=num_nodes,
         num_ranks=num_ranks,
-        tensor_parallel=allowed.tensor_parallel,
+        tensor_parallel=allowed.allowed.get("tensor_parallel"),
         freeze=freeze,
         lora=lora,
         lora_base_precision=lora_base_precision,

@@ -85,7 +85,7 @@ class Frontier:
     def others(self, choice: str, value: object) -> Iterator[Plan]:
         """Yields configurations with another value of a choice: others are bounded once the known ones are used up, and
         none where the choice allows no other."""
-        values = getattr(self._space.options, choice)
+        values = self._space.options.allowed.get(choice)
         if (values is not None and {*values} <= {value}) or choice == "vocabulary":  # which the joint search spreads
             return
         yield from self._with_other(self._groups, choice, value)

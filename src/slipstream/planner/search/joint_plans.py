@@ -31,9 +31,8 @@ _MOST_JOINT_UNITS = 4096  # slices of a rank's microbatches, in one order
 
 def is_wanted(options: PlanOptions) -> bool:
     """Returns whether the options leave order, cut and slices to a joint search."""
-    choices = (options.stages_per_rank, options.num_slices)
     free = options.allows("schedule", AUTO) and options.allows("slicing", AUTO)
-    return free and all(values is None for values in choices)
+    return free and options.allowed.keys().isdisjoint({"stages_per_rank", "num_slices"})
 
 
 def promising(configurations: Iterable[Plan]) -> list[Plan]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from heapq import nsmallest
 from math import ceil
 from operator import itemgetter
@@ -41,14 +40,13 @@ def nothing_divides(space: PlanSpace) -> SlipstreamError:
         "pipeline_parallel": f"must divide the {devices} and be at most the {layers}",
         "data_parallel": f"must divide the {devices} and the batch of {sequences}",
     }
-    names = [choice for choice in CHOICES if getattr(options, choice) is not None]
-    given = {name: getattr(options, name) for name in names}
+    given = {name: options.allowed[name] for name in CHOICES if name in options.allowed}
     texts = {name: f"{name}={','.join(map(str, values))}" for name, values in given.items()}
 
     def meshes(allowed: dict[str, Any]) -> Iterator[Plan]:
         # Ranks that share layers may be on several nodes where that was asked for.
         degrees: dict[str, Any] = dict.fromkeys(rules) | {"tensor_parallel": source.tensor_parallel_degrees}
-        return PlanSpace(source, space.seq_len, space.global_batch, replace(options, **degrees | allowed)).meshes()
+        return PlanSpace(source, space.seq_len, space.global_batch, options.changed(**degrees | allowed)).meshes()
 
     alone = [name for name in rules if name in given and next(meshes({name: given[name]}), None) is None]
     for name in alone or (name for name in rules if name in given):
@@ -106,8 +104,8 @@ def smallest_plans(space: PlanSpace) -> list[Plan]:
         "num_slices": (1, 8) if slices else None,
         "slicing": ("equal-time",),
     }
-    unsaid = {choice: values for choice, values in saving.items() if getattr(space.options, choice) is None}
-    saving_space = PlanSpace(space.source, space.seq_len, space.global_batch, replace(space.options, **unsaid))
+    unsaid = {choice: values for choice, values in saving.items() if choice not in space.options.allowed}
+    saving_space = PlanSpace(space.source, space.seq_len, space.global_batch, space.options.changed(**unsaid))
     smallest: list[tuple[float, Plan]] = []
     for mesh in sorted(saving_space.meshes(), key=saving_space.mean_state):
         if len(smallest) == _SMALLEST and smallest[-1][0] <= saving_space.mean_state(mesh):
@@ -122,9 +120,9 @@ def _changes(space: PlanSpace) -> Iterator[str]:
     options, source = space.options, space.source
     for choice in CHOICES:
         anything: dict[str, Any] = {choice: None}
-        if getattr(options, choice) is not None and (best := _fitting(replace(options, **anything), space)):
+        if choice in options.allowed and (best := _fitting(options.changed(**anything), space)):
             yield f"allow {choice}={best.choice(choice)}"
-    if space.memory < source.memory and _fitting(replace(options, memory_limit=source.memory), space):
+    if space.memory < source.memory and _fitting(options.changed(memory_limit=source.memory), space):
         yield f"allow all {bytes_text(source.memory)} of a device's memory"
     for more in source.larger(_MOST_NODES):
         best = _fitting(options, PlanSpace(more, space.seq_len, space.global_batch, options))

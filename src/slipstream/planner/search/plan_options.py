@@ -2,65 +2,77 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from slipstream.errors import SlipstreamError, did_you_mean
-from slipstream.planner.plan import ALLOWED
+from slipstream.planner.plan import ALLOWED, CHOICES
 from slipstream.schedule import schedule_hint
 
 _LEAST_MEMORY = 1e6  # bytes; a smaller number was meant as gigabytes
+_NUM_SIMULATED = 200
+_NUM_BEST = 5
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class PlanOptions:
-    """The values that each choice of a plan may take; None: every value that divides."""
+    """The values that each choice of a plan may take, and how far a search goes.
 
-    tensor_parallel: tuple[int, ...] | None = None
-    pipeline_parallel: tuple[int, ...] | None = None
-    data_parallel: tuple[int, ...] | None = None
-    stages_per_rank: tuple[int, ...] | None = None
-    schedule: tuple[str, ...] | None = None
-    microbatch_size: tuple[int, ...] | None = None  # sequences
-    num_slices: tuple[int, ...] | None = None
-    recompute: tuple[str, ...] | None = None
-    offload: tuple[float, ...] | None = None  # share of the slices, 0 to 1
-    shard: tuple[str, ...] | None = None
-    slicing: tuple[str, ...] | None = None
-    context_parallel: tuple[int, ...] | None = None
-    expert_parallel: tuple[int, ...] | None = None
-    context_exchange: tuple[str, ...] | None = None
-    vocabulary: tuple[str, ...] | None = None
-    memory_limit: float | None = None  # bytes that may be used of a device; None: 95%
-    num_simulated: int = 200  # configurations that are simulated, at most
-    num_best: int = 5  # configurations that are reported
-
-    def allows(self, choice: str, value: object) -> bool:
-        """Returns whether a choice may take a value."""
-        values = getattr(self, choice)
-        return values is None or value in values
-
-
-def make_options(**values: Any) -> PlanOptions:
-    """Returns the options from one value or several for each choice; None stands for the default.
+    Args:
+        memory_limit: bytes that may be used of a device. None: 95%.
+        num_simulated: the most configurations that are simulated. None: 200.
+        num_best: the most configurations that are reported. None: 5.
+        choices: a value or several of each choice, by the names of the fields of `slipstream.Plan` up to `vocabulary`,
+            such as `tensor_parallel=(1, 2)`. None: every value that divides.
 
     Raises:
         SlipstreamError: for an unknown option or an impossible value; it suggests the one that was meant.
     """
-    names = [field.name for field in fields(PlanOptions)]
-    for name in values:
-        if name not in names:
-            hint = did_you_mean(name, names)
-            raise SlipstreamError(f"there is no option {name!r}{hint} The options are {', '.join(names)}.")
-    return PlanOptions(**{name: _checked(name, value) for name, value in values.items() if value is not None})
+
+    allowed: Mapping[str, tuple[Any, ...]]
+    """The values of the choices that may not take every one."""
+    memory_limit: float | None
+    num_simulated: int
+    num_best: int
+
+    def __init__(
+        self,
+        *,
+        memory_limit: float | None = None,
+        num_simulated: int | None = None,
+        num_best: int | None = None,
+        **choices: Any,
+    ) -> None:
+        for name in choices:
+            if name not in CHOICES:
+                names = (*CHOICES, "memory_limit", "num_simulated", "num_best")
+                hint = did_you_mean(name, names)
+                raise SlipstreamError(f"there is no option {name!r}{hint} The options are {', '.join(names)}.")
+        values = {
+            "allowed": {name: _checked(name, value) for name, value in choices.items() if value is not None},
+            "memory_limit": None if memory_limit is None else _memory(memory_limit),
+            "num_simulated": _NUM_SIMULATED if num_simulated is None else check_count("num_simulated", num_simulated),
+            "num_best": _NUM_BEST if num_best is None else check_count("num_best", num_best),
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    def values(self, choice: str, otherwise: Sequence[Any] = ()) -> Sequence[Any]:
+        """Returns the values that a choice may take; `otherwise` where it may take every one that divides."""
+        return self.allowed.get(choice) or otherwise
+
+    def allows(self, choice: str, value: object) -> bool:
+        """Returns whether a choice may take a value."""
+        return choice not in self.allowed or value in self.allowed[choice]
+
+    def changed(self, **options: Any) -> PlanOptions:
+        """Returns the options with other values of some."""
+        numbers = {name: getattr(self, name) for name in ("memory_limit", "num_simulated", "num_best")}
+        return PlanOptions(**numbers | {**self.allowed} | options)
 
 
-def _checked(name: str, value: Any) -> Any:
-    if name == "memory_limit":
-        return _memory(value)
-    if name in ("num_simulated", "num_best"):
-        return check_count(name, value)
+def _checked(name: str, value: Any) -> tuple[Any, ...]:
     several = isinstance(value, Sequence) and not isinstance(value, str)
     return tuple(_checked_value(name, item) for item in (value if several else (value,)))
 

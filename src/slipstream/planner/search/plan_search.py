@@ -72,7 +72,7 @@ def search_plans(
     run.settle()
     run.search_jointly()
     best, alternatives = run.settle()
-    if not best and options.vocabulary == ("spread",):
+    if not best and options.values("vocabulary") == ("spread",):
         raise SlipstreamError(NOTHING_SPREAD)
     if not best and run.seconds:
         raise nothing_joint(min(run.seconds, key=run.seconds.__getitem__))

@@ -104,8 +104,9 @@ class PlanSpace:
     def _degrees(self) -> Iterator[Degrees]:
         """Yields the numbers of ranks that can share layers, slices and experts, with their exchange."""
         source, options = self.source, self.options
-        most = source.num_devices if options.tensor_parallel else source.devices_per_domain
-        shared = sorted({*source.context_parallel_degrees, *(options.context_parallel or ())})  # any may gather keys
+        most = source.num_devices if options.values("tensor_parallel") else source.devices_per_domain
+        # Ranks of any number may gather keys.
+        shared = sorted({*source.context_parallel_degrees, *options.values("context_parallel")})
         all_of = source.tensor_parallel_degrees, shared, source.expert_parallel_degrees
         for degrees in starmap(Degrees, product(*all_of)):
             has_tokens = degrees.context == 1 or self.seq_len // degrees.context >= self.choices.least_tokens
@@ -114,7 +115,7 @@ class PlanSpace:
                 for kind, degree in zip(("tensor", "context", "expert"), degrees[:3], strict=True)
             )
             if allowed and has_tokens and degrees.tensor <= most:
-                kinds = source.exchanges(degrees.tensor, degrees.context, options.context_exchange)
+                kinds = source.exchanges(degrees.tensor, degrees.context, options.allowed.get("context_exchange"))
                 yield from (degrees._replace(exchange=kind) for kind in kinds)
 
     def _microbatch_sizes(self, sequences: int) -> list[int]:
@@ -125,10 +126,10 @@ class PlanSpace:
     def shapes(self, pipeline: int, num_microbatches: int) -> Iterator[tuple[int, list[str]]]:
         """Yields stages per rank and the schedules that allow them; of two equal schedules only the first."""
         num_layers = len(self.source.kinds)
-        for stages in self.options.stages_per_rank or _STAGES_PER_RANK:
+        for stages in self.options.values("stages_per_rank", _STAGES_PER_RANK):
             if pipeline * stages > num_layers or (pipeline == 1 and stages > 1):
                 continue
-            named = tuple(name for name in self.options.schedule or () if name != AUTO)
+            named = tuple(name for name in self.options.values("schedule") if name != AUTO)
             shapes = [
                 name
                 for name in named or (SCHEDULES if pipeline > 1 else ("1f1b",))
@@ -452,12 +453,12 @@ class PlanSpace:
         fullest: so they are tried only where they are asked for, and where training doesn't refuse them.
         """
         recomputations = [w for w in self.source.recomputations if self.options.allows("recompute", w)]
-        offloads = self.options.offload or ((0.0, 1.0) if self.source.host else (0.0,))
+        offloads = self.options.values("offload", (0.0, 1.0) if self.source.host else (0.0,))
         shards = ["optimizer", "none"] if mesh.num_copies > 1 else ["none"]
         shards = [shard for shard in shards if self.options.allows("shard", shard)]
-        if "parameters" in (self.options.shard or ()) and mesh.num_copies > 1 and mesh.tensor_parallel == 1:
+        if "parameters" in self.options.values("shard") and mesh.num_copies > 1 and mesh.tensor_parallel == 1:
             shards.append("parameters")
-        return Savings(tuple(recomputations), offloads, tuple(shards))
+        return Savings(tuple(recomputations), tuple(offloads), tuple(shards))
 
 
 def _allows(kind: ScheduleKind, stages: int) -> bool:
@@ -473,19 +474,20 @@ def _check_known(source: CostSource, options: PlanOptions) -> None:
     """Refuses choices that the model doesn't allow, or whose times the source doesn't know."""
     for choice, reason in source.refusals.items():
         harmless = 1, "none", "optimizer", "whole"  # a degree, a kind of sharding, and a head
-        refused = [value for value in getattr(options, choice) or () if value not in harmless]
+        refused = [value for value in options.values(choice) if value not in harmless]
         if refused:
             raise SlipstreamError(f"{choice}={max(refused)} can't be planned for {source.name}. {reason}")
-    unknown = [what for what in options.recompute or () if what not in source.recomputations]
+    unknown = [what for what in options.values("recompute") if what not in source.recomputations]
     if unknown:
         raise SlipstreamError(
             f"recompute={unknown[0]!r} can't be predicted for {source.hardware}: its times were not measured. Use "
             f"{' or '.join(source.recomputations)}."
         )
-    if source.host is None and any(options.offload or ()):
+    offloads = options.values("offload")
+    if source.host is None and any(offloads):
         raise SlipstreamError(
-            f"offload={max(options.offload or ()):g} can't be predicted for {source.hardware}: copies to the host were "
-            "not measured. Use 0, or plan on a described cluster."
+            f"offload={max(offloads):g} can't be predicted for {source.hardware}: copies to the host were not "
+            "measured. Use 0, or plan on a described cluster."
         )
 
 

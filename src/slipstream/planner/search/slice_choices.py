@@ -48,9 +48,9 @@ class SliceChoices:
     def counts(self, pipeline: int, context: int = 1) -> list[int]:
         """Returns the numbers of slices that take equal time, each of whose `context` parts is long enough."""
         most = self.seq_len // (context * self.least_tokens)
-        counts = self.options.num_slices or (_COUNTS if pipeline > 1 else _COUNTS_OF_ONE)
+        counts = self.options.values("num_slices", _COUNTS if pipeline > 1 else _COUNTS_OF_ONE)
         possible = [n for n in counts if n <= most and self.seq_len / n <= self.longest]
-        if not possible and self.options.num_slices is None:
+        if not possible and "num_slices" not in self.options.allowed:
             return [-(-self.seq_len // self.longest)]
         return possible
 
