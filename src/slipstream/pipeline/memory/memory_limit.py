@@ -122,9 +122,7 @@ class MemoryLimit:
         self, layout: StageLayout, batch: SplitBatch, microbatches: Sequence[SlicedMicrobatch]
     ) -> RehearsedStep:
         """Returns the rehearsal of a step of these microbatches in this layout."""
-        return self._rehearsal(
-            schedule=layout.training, recompute=layout.recompute, batch=batch, microbatches=microbatches
-        )
+        return self._rehearsal(layout=layout, batch=batch, microbatches=microbatches)
 
     @property
     def knows_lengths(self) -> bool:
@@ -242,7 +240,7 @@ def _too_much(step: RehearsedStep, rank: int, held: RankMemory, limit: float) ->
     parts = ", ".join(f"{kind} {bytes_text(size)}" for kind, size in sorted(most.items(), key=lambda pair: -pair[1]))
     total = held.peak + _token_bytes(step)
     slices = ", ".join(str([*microbatch.slices]) for microbatch in step.microbatches)
-    setting = "none" if step.recompute is None else step.recompute.setting
+    setting = "none" if step.layout.recompute is None else step.layout.recompute.setting
     waits = any(
         before.op is Op.F and (before.microbatch, before.slice) != (action.microbatch, action.slice)
         for row in step.schedule.actions

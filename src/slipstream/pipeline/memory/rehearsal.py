@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from slipstream.comm import HEADER_BYTES, FakeTransport, Transport, message_bytes
-from slipstream.model import PipelineStage, RecomputePolicy, Tensors, factors_of, storage_bytes, storage_id, storage_ids
+from slipstream.model import PipelineStage, Tensors, factors_of, storage_bytes, storage_id, storage_ids
 from slipstream.model.hooks import kept_frequencies, running_alone
 from slipstream.parallel.parameter_share import part_length
 from slipstream.pipeline.cut_batch import SplitBatch
 from slipstream.pipeline.execution import Executor, Losses, RankStep, StepState, key_of, run_together
+from slipstream.pipeline.families import StageLayout
 from slipstream.pipeline.parameters import Parameters
 from slipstream.profile import MemoryMeter, memory_meter
 from slipstream.schedule import (
@@ -40,8 +41,7 @@ ADAMW_STATES = 2  # tensors per parameter, in its dtype: the running means of gr
 class RehearsedStep:
     """The parts of a pipeline, and of the step that it would run next, of which a rehearsal measures the memory."""
 
-    schedule: Schedule  # lowered
-    recompute: RecomputePolicy | None
+    layout: StageLayout
     stages: Mapping[int, PipelineStage]  # this process's
     parameters: Parameters
     losses: Losses
@@ -50,6 +50,11 @@ class RehearsedStep:
     num_parts: int  # into which tensor ranks divide a message
     batch: SplitBatch
     microbatches: Sequence[SlicedMicrobatch]  # the rows and slices of each; of the first where all are alike
+
+    @property
+    def schedule(self) -> Schedule:
+        """The actions of the step, with its messages."""
+        return self.layout.training
 
 
 def rehearse(step: RehearsedStep, number: int = 0) -> MemoryTable:
@@ -216,7 +221,7 @@ def _rehearse_stage(step: RehearsedStep, number: int, transport: Transport) -> I
 def _run(step: RehearsedStep, like: StageSlice, split: bool, transport: Transport) -> dict[Action, _Change]:
     """Returns each action's change of memory."""
     stage, schedule = step.stages[like.stage], alone(like, split, step.schedule, len(step.batch.slices[0]))
-    options = step.losses, step.device, step.recompute, step.parameters.reduce
+    options = step.losses, step.device, step.layout.recompute, step.parameters.reduce
     executor = Executor(schedule.placement[like.stage], {like.stage: stage}, transport, *options)
     with _without_gradients(stage), memory_meter(step.device) as memory:
         watch = _MemoryWatch(stage, memory, schedule)

@@ -69,7 +69,7 @@ def is_counted(options: PipelineOptions) -> bool:
 
 def with_usual(options: PipelineOptions, num_ranks: int) -> PipelineOptions:
     """Returns the options with the usual order and stages a rank where these are open and no plan is made."""
-    return replace(options, **usual_order(options, num_ranks)._asdict())
+    return with_plan(options, usual_order(options, num_ranks))
 
 
 def with_stages(options: PipelineOptions, plan: Plan) -> PipelineOptions:

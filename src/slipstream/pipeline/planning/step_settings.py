@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from slipstream.cost import partition_of
 from slipstream.errors import SlipstreamError
@@ -36,21 +35,14 @@ _EFFORT, _COUNTED_EFFORT = 2e7, 1e6
 _MOST_RAGGED = 32  # schedules for batches of different lengths that are kept
 
 
-class UsualOrder(NamedTuple):
-    """The order, and the stages of each rank, that are given or else usual."""
-
-    schedule: str | Schedule
-    stages_per_rank: int
-
-
-def usual_order(options: PipelineOptions, num_ranks: int) -> UsualOrder:
+def usual_order(options: PipelineOptions, num_ranks: int) -> Plan:
     """Returns the order and the stages a rank that are given, or else 1F1B; of several ranks with several stages each,
     interleaved."""
     schedule = options.schedule
     stages = options.stages_per_rank
     if schedule is None:
         schedule = USUAL_SCHEDULE if num_ranks == 1 or stages in (None, 1) else "interleaved-1f1b"
-    return UsualOrder(schedule, fewest_stages(schedule) if stages is None else stages)
+    return Plan(schedule=schedule, stages_per_rank=fewest_stages(schedule) if stages is None else stages)
 
 
 def may_split(options: PipelineOptions, compiled: Sequence[str]) -> bool:
@@ -94,7 +86,8 @@ class StepSettings:
         """`default_slices` is their number where the options have none; `compiled` names modules whose backward is one
         piece, so that none is split; `is_counted` is whether what is open is planned by counted operations, without
         measuring."""
-        schedule, stages_per_rank = usual_order(options, num_ranks)
+        usual = usual_order(options, num_ranks)
+        schedule, stages_per_rank = usual.schedule, usual.stages_per_rank
         slices = default_slices if options.slices is None else options.slices
         num_flushes, self._given = options.memory.num_flushes, options.given_microbatches
         counts = [len(microbatch.slices) for microbatch in self._given]
