@@ -18,8 +18,11 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from slipstream import Pipeline, SlipstreamError, make_mesh
+from slipstream.cost import StateBytes
 from slipstream.model import causal_cross_entropy
 from slipstream.parallel.zero import ShardedParameters
+from slipstream.pipeline import ExpectedBatch, held_beside
+from slipstream.planner.search import GlobalBatch, evaluate
 from slipstream.schedule import Op
 from support.architectures import (
     ARCHITECTURES,
@@ -31,6 +34,7 @@ from support.architectures import (
     tokens,
     unsplit_step,
 )
+from support.live_memory import rehearsed_bytes
 from support.parallel.group_cases import by_name, run_cases
 from support.pipelines import make_pipe
 
@@ -274,6 +278,21 @@ def a_step_is_counted_with_its_rows() -> None:
     step(pipe, 0, size)
 
 
+def a_plan_counts_what_is_sharded() -> None:
+    """Before the stages are made, as it is rehearsed then."""
+    size, counted = dist.get_world_size(), {}
+    for sharding in ("none", "optimizer", "parameters"):
+        pipe = pipeline(EVEN, 1, size, shard=sharding, schedule="auto", slices="auto", seq_len=ExpectedBatch(64))
+        plan, (inputs, _) = pipe.plan, rows_of(pipe, 0, size)
+        assert plan is not None
+        assert plan.costs is not None
+        assert (plan.plan.open_fields, plan.plan.data_parallel, plan.plan.shard) == ((), size, sharding)
+        batch, beside = GlobalBatch(64, ROWS * size), held_beside(ROWS * 64)
+        (counted[sharding],) = evaluate(plan.plan, plan.costs, batch, StateBytes.of("float64"), beside=beside).peaks()
+        assert 0.95 < counted[sharding] / rehearsed_bytes(pipe, inputs) < 1.1
+    assert counted["optimizer"] < counted["parameters"] < counted["none"]
+
+
 def what_cant_be_sharded_is_refused() -> None:
     size = dist.get_world_size()
     with pytest.raises(SlipstreamError, match=r"tied to .*shard='optimizer'"):
@@ -295,6 +314,7 @@ CASES = by_name(
     memory_is_that_of_the_rows_between_steps,
     wider_rows_are_the_masters_of_a_sharded_optimizer,
     a_step_is_counted_with_its_rows,
+    a_plan_counts_what_is_sharded,
     what_cant_be_sharded_is_refused,
 )
 
