@@ -10,6 +10,7 @@ from typing import Any
 from transformers import LlamaConfig, PretrainedConfig, Qwen3MoeConfig
 
 from benchmarks.harness import is_trial
+from slipstream.planner.cuts import Cuts
 from slipstream.planner.slicing.equal_stage_slicing import equal_time_slices
 
 DEFAULT = "1f1b, balanced, 8 slices"
@@ -123,7 +124,7 @@ def _slicings(length: int) -> dict[str, Any]:
     found: dict[str, Any] = {str(count): count for count in (4, 8, 16)}
     unit = min(_UNIT, length // 16)
     for count in (6, 8):
-        found[f"{count} equal-time"] = [*equal_time_slices(length, count, _ATTENTION, unit)]
+        found[f"{count} equal-time"] = [*equal_time_slices(length, count, _ATTENTION, Cuts(unit))]
     return found | {"short ends": [length * part // 32 for part in (6, 10, 11, 5)]}
 
 

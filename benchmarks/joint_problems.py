@@ -12,6 +12,7 @@ from transformers import LlamaConfig
 
 from slipstream.array_types import Floats
 from slipstream.cost import Costs, CountedCosts, LinkTime, Work, load_cluster
+from slipstream.planner.cuts import Cuts
 from slipstream.planner.joint import JointProblem, Tabulated
 from slipstream.profile import count_model
 from slipstream.schedule import Op
@@ -80,5 +81,6 @@ def joint_problems() -> Iterator[tuple[str, JointProblem]]:
         yield f"2 ranks, 8 layers, random costs {seed}", JointProblem(RandomCosts.of(seed), _TOKENS, num_ranks=2)
     model = count_model(LlamaConfig(**_WIDE, num_key_value_heads=8, vocab_size=128256), _LONG)
     costs = CountedCosts(model, load_cluster("h100-dgx").with_nodes(2))
-    tabulated = Tabulated(costs, _LONG, 512)
-    yield "16 ranks, 96 layers, 131,072 tokens", JointProblem(tabulated, _LONG, num_ranks=16, granularity=512)
+    cuts = Cuts(512)
+    tabulated = Tabulated(costs, _LONG, cuts)
+    yield "16 ranks, 96 layers, 131,072 tokens", JointProblem(tabulated, _LONG, num_ranks=16, cuts=cuts)

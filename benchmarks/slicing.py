@@ -21,6 +21,7 @@ import numpy as np
 from benchmarks.harness import few, interleaved, medians, restart_in_environment, setting, write
 from slipstream.array_types import Floats
 from slipstream.numba_jit import compiled
+from slipstream.planner.cuts import Cuts
 from slipstream.planner.slicing.equal_stage_slicing import (
     CutPath,
     PathSearch,
@@ -114,7 +115,7 @@ def measure(num_stages: int, attention_share: float, repeats: int) -> dict[str, 
 
         def run() -> float:
             began = time.perf_counter()
-            table = time_table([slice_time(num_stages, attention_share)], LENGTH, GRANULARITY, None)
+            table = time_table([slice_time(num_stages, attention_share)], LENGTH, Cuts(GRANULARITY))
             results[name] = method(table, num_stages, search)
             return time.perf_counter() - began
 

@@ -20,12 +20,12 @@ from slipstream.errors import SlipstreamError
 from slipstream.model import ALL_WEIGHTS, Adapter, TrainedWeights, find_frozen
 from slipstream.model.loading import meta_model
 from slipstream.pipeline.planning import plan_before_training
+from slipstream.planner.cuts import Cuts
 from slipstream.planner.joint import (
     JointPlan,
     JointProblem,
     find_joint_plan,
     find_vocabulary_plan,
-    granularity_for,
 )
 from slipstream.planner.plan import CHOICES, OPEN, Plan
 from slipstream.planner.plan_report import Prediction
@@ -194,7 +194,7 @@ def _rates(request: Request) -> StageRates:
     num_layers, num_stages = len(profile.kinds), len(placement)
     partition = [num_layers // num_stages] * num_stages
     partition[0] += num_layers - sum(partition)
-    rates = fit_rates(MeasuredCosts(profile), partition, profile.longest_slice, 2048, _GRANULARITY)
+    rates = fit_rates(MeasuredCosts(profile), partition, Cuts(_GRANULARITY, profile.longest_slice), 2048)
     for stage in range(request.get("frozen", 0)):
         for op in (Op.B, Op.I, Op.W):
             rates.rates[op][stage] = 0.0
@@ -251,7 +251,7 @@ def _rows(request: Request) -> Answer:
         seq_len=request["length"],
         num_ranks=max(placement) + 1,
         num_microbatches=request["num_microbatches"],
-        granularity=granularity_for(request["length"]),
+        cuts=Cuts.of_rows(request["length"]),
         split=request["splits"],
         effort=_EFFORT_OF_ROWS,
         given=Plan(

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from slipstream.array_types import Floats, Ints
 from slipstream.cost import OPS, Costs, LinkTime, Numbers, Work, unit_bounds
 from slipstream.errors import SlipstreamError
+from slipstream.planner.cuts import Cuts
 from slipstream.planner.joint import JointPlan, JointProblem, OutOfMemoryError, find_joint_plan, find_vocabulary_plan
 from slipstream.planner.joint.finalists import FinalistSearch
 from slipstream.planner.joint.joint_search import placements
@@ -233,14 +234,14 @@ def bounds_of(task: JointProblem, partition: tuple[float, ...]) -> tuple[int, ..
 
 
 def test_slices_are_as_long_as_is_allowed_even_where_that_makes_them_many() -> None:
-    task = problem(seq_len=64 * 40 + 10, longest_slice=70, effort=3e5)
+    task = problem(seq_len=64 * 40 + 10, cuts=Cuts(longest_slice=70), effort=3e5)
     plan = find_joint_plan(task)
     assert len(plan.slices) == 41
     assert max(plan.slices) == 64
     many = task.units((64,) * 40 + (10,)).unit_work().sum() / 2
     assert plan.ideal == pytest.approx(many)
     with pytest.raises(SlipstreamError, match=r"longest_slice=63.*granularity=64"):
-        find_joint_plan(problem(longest_slice=63))
+        find_joint_plan(problem(cuts=Cuts(longest_slice=63)))
 
 
 @dataclass(frozen=True)
@@ -260,7 +261,9 @@ def test_no_plan_is_shorter_than_the_ideal() -> None:
 
 @pytest.mark.more
 def test_the_slices_of_the_dynamic_program_are_no_more_than_are_allowed() -> None:
-    plan = find_joint_plan(problem(num_ranks=4, seq_len=4096, most_slices=5, costs=ToyCosts(overhead=0.01), effort=1e6))
+    plan = find_joint_plan(
+        problem(num_ranks=4, seq_len=4096, cuts=Cuts(most_slices=5), costs=ToyCosts(overhead=0.01), effort=1e6)
+    )
     assert plan.exact is not None
     assert len(plan.exact.slices) <= 5
 
@@ -435,7 +438,7 @@ def test_a_part_of_a_slice_is_two_tensors_and_the_sums_are_none() -> None:
 @pytest.mark.more
 def test_one_more_microbatch_is_in_flight_where_memory_allows_it() -> None:
     """By the account of the whole plan, which here counts the microbatches between their forward and backward."""
-    task = problem(num_ranks=4, costs=HEAVY, num_microbatches=8, most_slices=1, effort=1e5)
+    task = problem(num_ranks=4, costs=HEAVY, num_microbatches=8, cuts=Cuts(most_slices=1), effort=1e5)
     free = find_spread_plan(task)
 
     def account(plan: Plan) -> list[float]:

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.errors import SlipstreamError
+from slipstream.planner.cuts import Cuts
 from slipstream.planner.order.order_search import step_lower_bound
 from slipstream.planner.ragged import StepMemory, StepPlan, StepProblem, find_plan_within, find_step_plan
 from slipstream.planner.ragged.step_search import candidates, lower_bound
@@ -146,4 +147,4 @@ def test_what_is_given_stays_so_even_if_it_holds_too_much(given: dict[str, Any])
 
 
 def example(*lengths: int) -> StepProblem:
-    return StepProblem(lengths, (0, 1), rates(2), granularity=1)
+    return StepProblem(lengths, (0, 1), rates(2), cuts=Cuts(1, most_slices=None))

@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream import SlipstreamError, simulate
+from slipstream.planner.cuts import Cuts
 from slipstream.planner.slicing.equal_stage_slicing import (
     CutPath,
     TimeTable,
@@ -102,7 +103,10 @@ def attention_heavy(i: Any, j: Any) -> Any:
 def test_numba_and_numpy_agree_to_the_last_bit(backward: bool) -> None:
     draw = np.random.default_rng(1)
     tables = [draw.integers(0, 50, (41, 41)), np.sort(draw.random((41, 41)), axis=0)][: 1 + backward]
-    for each in (time_table(tables, 40, 1, None), time_table([attention_heavy] * (1 + backward), 4096, 100, 150)):
+    for each in (
+        time_table(tables, 40, Cuts(1)),
+        time_table([attention_heavy] * (1 + backward), 4096, Cuts(100, None, 150)),
+    ):
         finite = [sorted(time[np.isfinite(time)]) for time in each.times]
         for share in (0.001, 0.01, 0.1, 0.3, 0.6, 1.0):
             limits = tuple(float(times[int(share * (len(times) - 1))]) for times in finite)
@@ -115,7 +119,7 @@ def test_numba_and_numpy_agree_to_the_last_bit(backward: bool) -> None:
 def test_what_is_within_a_tolerance_takes_fewer_solves(tolerance: float) -> None:
     draw, num_solves, missed = np.random.default_rng(2), [0, 0], 0.0
     for _ in range(20):
-        table = time_table(draw.random((2, 41, 41)) + 1, 40, 1, None)
+        table = time_table(draw.random((2, 41, 41)) + 1, 40, Cuts(1))
         for which, share in enumerate((0.0, tolerance)):
 
             def solve(limits: tuple[float, ...], which: int = which, table: TimeTable = table) -> CutPath:
@@ -229,7 +233,7 @@ def test_equal_time_slices_are_whole_multiples(
     length: int, granularity: int, share: float, data: st.DataObject
 ) -> None:
     units = -(-length // granularity)
-    slices = equal_time_slices(length, data.draw(st.integers(1, units)), share, granularity)
+    slices = equal_time_slices(length, data.draw(st.integers(1, units)), share, Cuts(granularity))
     assert sum(slices) == length
     assert min(slices) >= 1
     assert all(tokens % granularity == 0 for tokens in slices[:-1])
@@ -314,7 +318,7 @@ def cut(**changed: Any) -> object:
         (partial(slice_batch, lambda b, i, j: i * (1.0 if b == 2 else inf), 3, 8, 2), "No way to cut a batch of 3"),
         (partial(split_batch, [inf, 1.0], 3), "A batch of 3 has no division"),
         (partial(slice_for_schedule, JUDGE, 1000, min_slice=2000), "min_slice=2000.* at most length"),
-        (partial(equal_time_slices, 400, 5, 0.5, granularity=100), "use 1 to 4 slices"),
+        (partial(equal_time_slices, 400, 5, 0.5, cuts=Cuts(100)), "use 1 to 4 slices"),
         (partial(equal_time_cuts, 4, 1.5), r"attention_share=1.5: .* 0 to 1"),
     ],
 )

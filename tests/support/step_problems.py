@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
+from slipstream.planner.cuts import Cuts
 from slipstream.planner.ragged import StageRates, StepPlan, StepProblem
 from slipstream.planner.ragged.candidates import SlicedStep
 from slipstream.schedule import SCHEDULES, Op, make_schedule
@@ -44,7 +45,7 @@ def problems(draw: st.DrawFn, limited: bool = False) -> StepProblem:
         num_slices=draw(st.none() | st.integers(1, 6)) if not limited else None,
         packs=draw(st.booleans()),
         split=draw(st.booleans()),
-        granularity=draw(st.sampled_from([1, 64])),
+        cuts=Cuts(draw(st.sampled_from([1, 64])), most_slices=None),
         effort=5e3,
     )
 

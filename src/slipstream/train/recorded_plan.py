@@ -24,7 +24,8 @@ from slipstream.pipeline import (
     is_free,
 )
 from slipstream.planner import OPEN, Plan, placement_of
-from slipstream.planner.joint import JointPlan, granularity_for
+from slipstream.planner.cuts import Cuts
+from slipstream.planner.joint import JointPlan
 from slipstream.planner.ragged import StageRates
 from slipstream.planning.plan_file import plan_text, rounded
 from slipstream.schedule import AUTOMATIC, SCHEDULES, USUAL_SCHEDULE, Schedule, placed_as
@@ -240,7 +241,7 @@ def expected_batch(config: Config, sequences: TrainingSequences, progress: Progr
     if sequences.packing == "fixed":
         rows = -(-training.batch_size // (replicas * pipeline.num_microbatches))
         return ExpectedBatch(training.seq_len, rows, dtype=dtype, say=say, device_memory=memory)
-    step = granularity_for(training.seq_len)
+    step = Cuts.of_rows(training.seq_len).granularity
     typical = max(1, round(sequences.typical_length / step)) * step
     tokens = BatchSize.of(training).mean(sequences) * sequences.mean_length / replicas
     # More only fill the pipeline further, which changes no cut but takes long to search.

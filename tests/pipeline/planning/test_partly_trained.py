@@ -28,6 +28,7 @@ from slipstream.cost import (
     memory_table,
     part_kinds,
 )
+from slipstream.planner.cuts import Cuts
 from slipstream.planner.joint import JointPlan, JointProblem, SlicedUnits, find_joint_plan
 from slipstream.planner.ragged import fit_rates
 from slipstream.schedule import BACKWARDS, Op
@@ -147,7 +148,7 @@ def test_of_experts_that_are_spread_a_rank_trains_its_own() -> None:
 
 
 def planned(costs: Costs) -> JointPlan:
-    return find_joint_plan(JointProblem(costs, LENGTH, 2, 2, granularity=16, longest_slice=32, effort=1e6))
+    return find_joint_plan(JointProblem(costs, LENGTH, 2, 2, cuts=Cuts(16, longest_slice=32), effort=1e6))
 
 
 def test_a_plan_has_another_cut_and_no_needless_backwards() -> None:
@@ -174,7 +175,7 @@ def test_a_plan_has_another_cut_and_no_needless_backwards() -> None:
 def test_rates_know_stages_without_backwards_and_forwards_that_run_again() -> None:
     costs = PartlyTrained(MeasuredCosts(PROFILE), WHOLE, partly_trained())
     once, again = (
-        fit_rates(costs, [3, 3], 32, LENGTH, 16, recompute=recompute).rates for recompute in ("none", "stage")
+        fit_rates(costs, [3, 3], Cuts(16, 32), LENGTH, recompute=recompute).rates for recompute in ("none", "stage")
     )
     for op in (Op.B, Op.I, Op.W):
         assert once[op][1].any()

@@ -39,6 +39,7 @@ from slipstream.cost import (
 )
 from slipstream.cost.cluster import parse_cluster
 from slipstream.parallel import RankGroup, SliceExchange
+from slipstream.planner.cuts import Cuts
 from slipstream.planner.joint import JointProblem, SlicedUnits, Tabulated
 from slipstream.planner.slicing.equal_stage_slicing import slice_tokens
 from slipstream.profile import count_model
@@ -412,7 +413,7 @@ def test_units_add_up_to_stages_and_to_the_model(
 ) -> None:
     model = counted(name)
     costs = CountedCosts(model, load_cluster("h100-dgx"), Degrees(tensor), size)
-    tabulated = Tabulated(costs, SEQ_LEN, 1)
+    tabulated = Tabulated(costs, SEQ_LEN, Cuts(1))
     places = [0, *sorted(cuts), SEQ_LEN]
     slices = tuple(np.diff(places).tolist())
     lengths, contexts = np.diff(places), np.array(places[:-1])
@@ -462,7 +463,7 @@ def test_a_partition_is_read_back_from_its_parts(counts: list[int], first: bool,
 def test_modes_of_what_is_elsewhere_commute() -> None:
     """What a part costs is the same whichever of them is applied first; what is trained comes before both."""
     costs = CountedCosts(counted("llama"), load_cluster("h100-dgx"))
-    modes = (WithoutHead, WithoutLookups, partial(Tabulated, seq_len=SEQ_LEN, granularity=1))
+    modes = (WithoutHead, WithoutLookups, partial(Tabulated, seq_len=SEQ_LEN, cuts=Cuts(1)))
     work = Work.of_slices(Op.B, (SEQ_LEN // 2, SEQ_LEN // 2))
 
     def told(wrapped: Costs) -> list[np.ndarray]:

@@ -41,7 +41,8 @@ from slipstream.pipeline.loss_sequences import NO_FUNCTION_OF_VALUES
 from slipstream.pipeline.pipeline_options import PipelineOptions, SequenceLoss
 from slipstream.pipeline.planning import CountedPlans, LayerUnits, is_free, may_split
 from slipstream.pipeline.token_values import DOCUMENTS, INPUTS, LABELS, POSITIONS
-from slipstream.planner.joint import JointPlan, JointProblem, find_joint_plan, granularity_for
+from slipstream.planner.cuts import Cuts
+from slipstream.planner.joint import JointPlan, JointProblem, find_joint_plan
 from slipstream.planner.partition import partition_layers
 from slipstream.profile.link_measurement import measure_link
 from slipstream.schedule import Op, Schedule, SlicedMicrobatch, StageSkip
@@ -130,7 +131,7 @@ class SequenceFamily(ModelFamily):
             seq_len=length,
             num_ranks=num_ranks,
             num_microbatches=options.num_microbatches,
-            granularity=granularity_for(length),
+            cuts=Cuts.of_rows(length),
         )
 
         def of_layers(plan: JointPlan) -> JointPlan:
@@ -164,7 +165,7 @@ class SequenceFamily(ModelFamily):
                 seq_len=length,
                 num_ranks=num_ranks,
                 num_microbatches=in_flush,
-                granularity=granularity_for(length),
+                cuts=Cuts.of_rows(length),
                 split=may_split(options, self.compiled),
             )
 

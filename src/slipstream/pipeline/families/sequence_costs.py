@@ -26,7 +26,7 @@ from slipstream.model import Tensors, add_weight_gradients_in_place, copy_module
 from slipstream.model.hooks import active_forward
 from slipstream.pipeline.planning import LayerUnits
 from slipstream.pipeline.planning.observed_steps import fit_slice_times
-from slipstream.planner.joint import granularity_for
+from slipstream.planner.cuts import Cuts
 from slipstream.profile.measurement_run import make_short_grid
 from slipstream.profile.stage_bench import PrefilledStore, seconds_of
 from slipstream.schedule import Op
@@ -70,7 +70,7 @@ def measure_layers(
     begins, first = time.perf_counter(), len(layers) if cut is None else cut
     points = [(piece.length, 0)]
     if cut is not None and piece.length > 1:
-        step = granularity_for(piece.length)
+        step = Cuts.of_rows(piece.length).granularity
         longest = max(step, piece.length // 2 // step * step)
         points += [point for point in make_short_grid(piece.length, longest, step).points if point not in points]
     inputs: list[Tensors] = [tuple(tensor.to(device) for tensor in piece.tensors)]

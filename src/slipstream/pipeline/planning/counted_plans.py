@@ -19,13 +19,13 @@ from slipstream.pipeline.pipeline_options import PipelineOptions
 from slipstream.pipeline.planning.decided_options import with_plan
 from slipstream.pipeline.planning.step_settings import RowOrder, StepSettings, usual_order
 from slipstream.planner import OPEN, Plan
+from slipstream.planner.cuts import Cuts
 from slipstream.planner.joint import (
     JointPlan,
     JointProblem,
     OutOfMemoryError,
     Tabulated,
     find_joint_plan,
-    granularity_for,
 )
 from slipstream.planner.ragged import StageRates, fit_rates
 from slipstream.schedule import (
@@ -207,8 +207,7 @@ class CountedPlans:
 
         def fitted() -> StageRates:
             problem = self._problem(length, num_rows)
-            steps = length, length, problem.granularity
-            return fit_rates(problem.costs, plan.partition, *steps, recompute=plan.recompute)
+            return fit_rates(problem.costs, plan.partition, problem.cuts, length, recompute=plan.recompute)
 
         rates: StageRates = self._ranks.run_on_leader(fitted)
         return rates
@@ -256,7 +255,8 @@ class CountedPlans:
         problem = replace(problem, effort=effort, whole_rounds=True)
         usually = _usual(problem, given)
         if given.is_open("slices"):
-            problem = _with_coarse_cuts(problem)
+            cuts = _coarse_cuts(length)
+            problem = replace(problem, costs=Tabulated(problem.costs, length, cuts), cuts=cuts)
         if problem.memory_limit is not None or problem.account is None or not given.is_open("schedule"):
             return self._best(problem, given)
         usual = find_joint_plan(usually)
@@ -318,13 +318,12 @@ def _usual(problem: JointProblem, given: Plan) -> JointProblem:
     return replace(problem, given=Plan(schedule=USUAL_SCHEDULE, slices=slices, recompute=given.recompute))
 
 
-def _with_coarse_cuts(problem: JointProblem) -> JointProblem:
-    """Returns the problem with few places to cut, between which all times are looked up."""
-    step = granularity_for(problem.seq_len)
-    if problem.seq_len > _MOST_PLACES * step:
-        step = -(-problem.seq_len // (_MOST_PLACES * _MULTIPLE)) * _MULTIPLE
-    costs = Tabulated(problem.costs, problem.seq_len, step)
-    return replace(problem, costs=costs, granularity=step, most_slices=_MOST_SLICES)
+def _coarse_cuts(length: int) -> Cuts:
+    """Returns few places to cut rows of `length` tokens, between which all times can be looked up."""
+    cuts = replace(Cuts.of_rows(length), most_slices=_MOST_SLICES)
+    if cuts.num_places(length) <= _MOST_PLACES:
+        return cuts
+    return replace(cuts, granularity=-(-length // (_MOST_PLACES * _MULTIPLE)) * _MULTIPLE)
 
 
 def _text(plan: JointPlan, length: int, order_follows: bool) -> str:

@@ -32,13 +32,13 @@ from slipstream.parallel import Ranks, possible_exchanges
 from slipstream.pipeline.cut_batch import token_bytes
 from slipstream.pipeline.pipeline_options import ExpectedBatch, PipelineOptions
 from slipstream.planner import Plan
+from slipstream.planner.cuts import Cuts
 from slipstream.planner.joint import (
     JointPlan,
     JointProblem,
     OutOfMemoryError,
     Vocabulary,
     find_vocabulary_plan,
-    granularity_for,
 )
 from slipstream.planner.ragged import StageRates, fit_rates
 from slipstream.planner.search import Evaluation, GlobalBatch, evaluate
@@ -118,8 +118,7 @@ class StartRequest(ExpectedBatch):
             seq_len=self.seq_len,
             num_ranks=self.num_ranks,
             num_microbatches=self.num_microbatches,
-            granularity=self.granularity,
-            longest_slice=longest,
+            cuts=self.cuts(longest),
             memory_limit=self.memory_limit,
             account=partial(self._peaks, costs),
             optimizer_shards=self.replicas * costs.degrees.context if self.parallel.shard != "none" else 1,
@@ -129,17 +128,16 @@ class StartRequest(ExpectedBatch):
 
     def fit_rates(self, costs: Costs, longest: int, partition: Sequence[float], recompute: str) -> StageRates:
         """Returns the rates of stages with so many layers, from costs of slices of up to `longest` tokens."""
-        return fit_rates(costs, partition, longest, self.profile.seq_len, self.granularity, recompute=recompute)
+        return fit_rates(costs, partition, self.cuts(longest), self.profile.seq_len, recompute=recompute)
 
-    @property
-    def granularity(self) -> int:
-        """The number of tokens at whose multiples slices begin."""
-        return granularity_for(self.longest or self.seq_len)
+    def cuts(self, longest: int | None = None) -> Cuts:
+        """Returns where sequences may be cut, into slices of up to `longest` tokens."""
+        return replace(Cuts.of_rows(self.longest or self.seq_len), longest_slice=longest)
 
     @property
     def profile(self) -> ProfileSettings:
         """The settings of the measurement for the plan."""
-        seq_len, step = self.longest or self.seq_len, self.granularity
+        seq_len, step = self.longest or self.seq_len, self.cuts().granularity
         # Fewer whole sequences than ranks leave some of these idle, so that half of one is the longest slice to know.
         are_cut = self.num_microbatches < self.num_ranks
         return ProfileSettings(

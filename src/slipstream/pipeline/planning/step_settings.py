@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 from slipstream.cost import partition_of
 from slipstream.errors import SlipstreamError
 from slipstream.pipeline.cut_batch import even_microbatches
 from slipstream.pipeline.pipeline_options import PipelineOptions
 from slipstream.planner import OPEN, Plan
-from slipstream.planner.joint import JointProblem, granularity_for
+from slipstream.planner.cuts import Cuts
+from slipstream.planner.joint import JointProblem
 from slipstream.planner.ragged import StageRates, StepPlan, StepProblem
 from slipstream.schedule import (
     AUTOMATIC,
@@ -143,7 +146,7 @@ class StepSettings:
             seq_len=length,
             num_ranks=schedule.num_ranks,
             num_microbatches=self._num_in_flush,
-            granularity=granularity_for(length),
+            cuts=Cuts.of_rows(length),
             split=self.splits,
             effort=_COUNTED_EFFORT if self.is_counted else _EFFORT,
             given=given,
@@ -153,9 +156,7 @@ class StepSettings:
         """Returns the slices of rows of `length` tokens that are given, or `count` nearly equal ones."""
         if not self._reslices:
             return tuple(slice_lengths(self.usual.slices, length))
-        step = granularity_for(length)
-        slices = [units * step for units in slice_lengths(min(count, length // step), length // step)]
-        return (*slices[:-1], slices[-1] + length % step)
+        return Cuts.of_rows(length).even(length, count)
 
     def start(self, num_slices: int) -> Schedule:
         """Returns a flush of the schedule that is given, or to start from."""
@@ -213,7 +214,7 @@ class StepSettings:
             num_microbatches=None if is_free else min(self._num_microbatches, len(lengths)),
             num_slices=num_slices,
             split=self.splits and (self.is_given or self.is_open),
-            granularity=min(granularity_for(max(lengths)), max(1, max(lengths) // (num_slices or 1))),
+            cuts=replace(Cuts.of_rows(max(lengths), num_slices or 1), most_slices=None),
         )
 
     def plan_step(self, lengths: Sequence[int], groups: Sequence[Sequence[int]]) -> StepPlan:

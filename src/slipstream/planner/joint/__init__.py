@@ -2,6 +2,6 @@
 
 from slipstream.planner.joint.joint_plan import JointPlan
 from slipstream.planner.joint.joint_search import OutOfMemoryError, find_joint_plan
-from slipstream.planner.joint.problem import JointProblem, granularity_for
+from slipstream.planner.joint.problem import JointProblem
 from slipstream.planner.joint.sliced_units import SlicedUnits, Tabulated
 from slipstream.planner.joint.vocabulary_search import Vocabulary, find_vocabulary_plan, spread_costs

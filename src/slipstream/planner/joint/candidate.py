@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import inf
 from operator import itemgetter
 from typing import Any, TypeVar
@@ -11,6 +12,7 @@ from typing import Any, TypeVar
 from slipstream.planner.joint.problem import JointProblem
 
 _MANY_CUTS = 32
+_MOVED_GRANULES = (4, 1)  # from one slice to another
 Choice = TypeVar("Choice")
 Value = TypeVar("Value", bound=Any)
 
@@ -28,22 +30,17 @@ class Candidate:
 
     def slicings(self, problem: JointProblem) -> Iterator[Candidate]:
         """Yields the candidate with tokens moved between slices, a slice halved, or two joined."""
-        slices, step = self.slices, problem.granularity
-        count = len(slices)
-        for portion in (4 * step, step):
-            for giver in range(count):
-                for taker in {giver - 1, giver + 1, 0, count - 1} - {giver}:
-                    if 0 <= taker < count and slices[giver] > portion:
-                        changed = list(slices)
-                        changed[giver] -= portion
-                        changed[taker] += portion
-                        yield replace(self, slices=tuple(changed))
-        for i, tokens in enumerate(slices):
-            half = tokens // 2 // step * step
-            if half and count + 1 in problem.slice_counts:
-                yield replace(self, slices=(*slices[:i], half, tokens - half, *slices[i + 1 :]))
-        for i in range(count - 1):
-            yield replace(self, slices=(*slices[:i], slices[i] + slices[i + 1], *slices[i + 2 :]))
+        cuts, slices, count = problem.cuts, self.slices, len(self.slices)
+        pairs = [
+            (giver, taker)
+            for giver in range(count)
+            for taker in {giver - 1, giver + 1, 0, count - 1} - {giver}
+            if 0 <= taker < count
+        ]
+        changes = [cuts.moved(slices, granules, pairs) for granules in _MOVED_GRANULES]
+        for changed in chain(*changes, cuts.halved(slices), cuts.joined(slices)):
+            if len(changed) in problem.slice_counts:
+                yield replace(self, slices=changed)
 
 
 def steepest_descent(

@@ -25,7 +25,8 @@ from slipstream.planner.order.order_search import find_order, hold_less, step_lo
 from slipstream.planner.order.ordering_problem import ROUNDING, OrderingProblem, StepActions, UnitTimes
 from slipstream.planner.plan import Plan
 from slipstream.planner.room import Room
-from slipstream.planner.slicing import equal_time_slices, slice_tokens
+from slipstream.planner.slicing import equal_time_slices
+from slipstream.planner.slicing.equal_stage_slicing import best_slicing, time_table
 from slipstream.schedule import Op, Schedule
 from slipstream.schedule.action_arrays import ActionArrays
 from slipstream.simulator import TableCost
@@ -366,7 +367,7 @@ class PlacementSearch:
         problem = self.problem
         bounds: tuple[int, ...] | None = None
         for slices in self._first_slices():
-            if max(slices) <= problem.longest and problem.even_seconds(self.units(slices)) < problem.most_seconds:
+            if problem.even_seconds(self.units(slices)) < problem.most_seconds:
                 bounds = self._evened(Candidate(bounds or self._first_bounds(slices), slices)).bounds
                 yield Candidate(bounds, slices)
 
@@ -378,7 +379,9 @@ class PlacementSearch:
         allowed = problem.slice_counts
         for count in sorted({allowed[0], *_COUNTS} & {*allowed}):
             for share in _SHARES:
-                yield equal_time_slices(problem.seq_len, count, share, problem.granularity)
+                slices = equal_time_slices(problem.seq_len, count, share, problem.cuts)
+                if problem.cuts.allows(slices):
+                    yield slices
 
     def _exact_slices(self, bounds: tuple[int, ...]) -> Candidate:
         """The slices that are optimal for as many equal stages as ranks, with the cut evened for them."""
@@ -387,28 +390,21 @@ class PlacementSearch:
             return lambda length, context: self._mean_stage_seconds(op, length, context)
 
         problem = self.problem
-        step, most = max(problem.granularity, problem.seq_len // _EXACT_CUTS), problem.slice_counts[-1]
+        length = problem.seq_len
+        cuts = problem.cuts.with_few_places(length, _EXACT_CUTS)
         while True:
-            slicing = slice_tokens(
-                time(Op.F),
-                problem.seq_len,
-                problem.num_ranks,
-                step,
-                backward=time(Op.B),
-                num_microbatches=problem.num_microbatches,
-            )
-            if len(slicing.slices) <= most or 2 * step > problem.longest:
+            table = time_table([time(Op.F), time(Op.B)], length, cuts)
+            slicing = best_slicing(table, problem.num_ranks, problem.num_microbatches)
+            if len(slicing.slices) <= problem.slice_counts[-1] or 2 * cuts.granularity > problem.cuts.longest(length):
                 return self._evened(Candidate(bounds, slicing.slices))
-            step *= 2
+            cuts = cuts.every(2)
 
     def _mean_stage_seconds(self, op: Op, length: Any, context: Any) -> Any:
         """The seconds of all units on a slice, divided by the ranks, and of a stage besides."""
         lengths, contexts = np.broadcast_arrays(length, context)
-        known = np.minimum(lengths, self.problem.longest)
-        costs, work = self.problem.costs, Work(op, known.ravel(), contexts.ravel())
+        costs, work = self.problem.costs, Work(op, lengths.ravel(), contexts.ravel())
         units = costs.each_seconds(work)[list(costs.parts)]
-        seconds = (units.sum(axis=0) / self.problem.num_ranks + costs.fixed_seconds(work)).reshape(lengths.shape)
-        return np.where(lengths > self.problem.longest, inf, seconds)
+        return (units.sum(axis=0) / self.problem.num_ranks + costs.fixed_seconds(work)).reshape(lengths.shape)
 
     def _first_bounds(self, slices: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the stages that are given, or those of equal work, as far as units allow."""
@@ -449,10 +445,4 @@ class PlacementSearch:
         problem = self.problem
         cuts = candidate.cuts() if problem.given.is_open("partition") else ()
         slicings = candidate.slicings(problem) if problem.given.is_open("slices") else ()
-        longest = problem.longest
-        allowed = (
-            sliced
-            for sliced in slicings
-            if max(sliced.slices) <= longest and len(sliced.slices) in problem.slice_counts
-        )
-        return [*cuts, *allowed]
+        return [*cuts, *slicings]

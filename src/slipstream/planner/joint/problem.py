@@ -11,7 +11,7 @@ import numpy as np
 
 from slipstream.array_types import Floats
 from slipstream.cost import FLOAT32_STATE, Costs, LinkTime, StateBytes
-from slipstream.errors import SlipstreamError
+from slipstream.planner.cuts import USUAL_CUTS, Cuts
 from slipstream.planner.joint.sliced_units import SlicedUnits
 from slipstream.planner.plan import NOTHING_DECIDED, OPEN, Plan
 from slipstream.schedule import Schedule, make_schedule, split_backwards
@@ -20,24 +20,13 @@ from slipstream.schedule import Schedule, make_schedule, split_backwards
 MemoryAccount = Callable[[Plan], Sequence[float]]
 
 
-_GRANULARITY = 64  # tokens: matrix products like multiples of it
-_LEAST_GRANULES = 16  # of a row
-
-
-def granularity_for(length: int) -> int:
-    """Returns the number of tokens at whose multiples slices of rows of this length begin."""
-    return min(_GRANULARITY, max(1, length // _LEAST_GRANULES))
-
-
 @dataclass(frozen=True)
 class JointProblem:
     """The problem of a search: a step of `num_microbatches` sequences of `seq_len` tokens on `num_ranks` ranks.
 
     Args:
         costs: of the model's parts, for a microbatch.
-        granularity: slices begin at multiples of this many tokens.
-        most_slices: the largest number of slices of a sequence, unless `longest_slice` asks for more.
-        longest_slice: tokens of the longest slice, of which whole granules count. None: the sequence.
+        cuts: where sequences may be cut.
         memory_limit: bytes of each rank. None: no limit.
         account: returns the most bytes that each rank holds with a plan; they decide what fits. None: weights,
             gradients, optimizer state and activations alone count.
@@ -58,9 +47,7 @@ class JointProblem:
     seq_len: int
     num_ranks: int
     num_microbatches: int = 1
-    granularity: int = 64
-    most_slices: int = 32
-    longest_slice: int | None = None
+    cuts: Cuts = USUAL_CUTS
     memory_limit: float | None = None
     account: MemoryAccount | None = None
     split: bool = True
@@ -74,27 +61,18 @@ class JointProblem:
     whole_rounds: bool = False
 
     def check(self) -> None:
-        """Raises SlipstreamError where no slices are allowed."""
-        if self.longest < 1:
-            raise SlipstreamError(
-                f"longest_slice={self.longest_slice}, but slices begin at multiples of granularity={self.granularity} "
-                "tokens: give a longest slice of at least as many, or a smaller granularity."
-            )
-
-    @property
-    def longest(self) -> int:
-        """The number of tokens of the longest slice that is allowed."""
-        if self.longest_slice is None or self.longest_slice >= self.seq_len:
-            return self.seq_len
-        return self.longest_slice // self.granularity * self.granularity
+        """Raises SlipstreamError where no slices are allowed, or not those that are given."""
+        if self.given.is_open("slices"):
+            self.cuts.longest(self.seq_len)
+        else:
+            self.cuts.check(self.given.slices, self.seq_len)
 
     @property
     def slice_counts(self) -> range:
         """The numbers of slices that are allowed."""
         if isinstance(self.given.schedule, Schedule):
             return range(self.given.schedule.num_slices, self.given.schedule.num_slices + 1)
-        fewest = -(-self.seq_len // self.longest)
-        return range(fewest, max(fewest, min(self.most_slices, -(-self.seq_len // self.granularity))) + 1)
+        return self.cuts.counts(self.seq_len)
 
     @cached_property
     def num_units(self) -> int:
@@ -121,16 +99,10 @@ class JointProblem:
         """Returns the units' costs on these slices."""
         return SlicedUnits(self.costs, slices, self.link, recompute)
 
-    @property
-    def fewest_slices(self) -> tuple[int, ...]:
-        """The longest slices that are allowed."""
-        full, rest = divmod(self.seq_len, self.longest)
-        return (self.longest,) * full + (rest,) * (rest > 0)
-
     def ideal(self, units: SlicedUnits) -> float:
         """Returns all work on these slices, or on as few as are allowed where that is less, divided by the ranks."""
         # Measured costs may rise faster than the tokens, so that shorter slices are less work.
-        return min(map(self.even_seconds, (self.units(self.fewest_slices), units)))
+        return min(map(self.even_seconds, (self.units(self.cuts.fewest(self.seq_len)), units)))
 
     def even_seconds(self, units: SlicedUnits) -> float:
         """Returns all work on these slices, divided by the ranks."""

@@ -20,6 +20,7 @@ from slipstream.cost import (
     Work,
     messages_of_stages,
 )
+from slipstream.planner.cuts import Cuts
 from slipstream.planner.slicing.equal_stage_slicing import between_cuts
 from slipstream.schedule import Action, Op, Schedule, freeze_stages
 from slipstream.simulator import TableCost
@@ -200,20 +201,19 @@ def _of_stages(prefix: tuple[Floats, Floats], bounds: Sequence[int] | Ints) -> F
 
 @dataclass(frozen=True)
 class Tabulated(Mode):
-    """Costs whose times are looked up for the slices between multiples of `granularity` tokens, so that a search
-    computes each once.
+    """Costs whose times are looked up for the slices between places to cut, so that a search computes each once.
 
     Args:
         seq_len: tokens of a sequence.
-        granularity: slices begin at multiples of this many tokens.
+        cuts: its places. Slices that they don't allow take infinitely long.
     """
 
     seq_len: int
-    granularity: int
+    cuts: Cuts
 
     def each_seconds(self, work: Work) -> Floats:
-        ends = -(-(work.contexts + work.lengths) // self.granularity)
-        return self._tables[work.op][:, ends, work.contexts // self.granularity]
+        ends = self.cuts.place_from(work.contexts + work.lengths)
+        return self._tables[work.op][:, ends, self.cuts.place_from(work.contexts)]
 
     @cached_property
     def _tables(self) -> dict[Op, Floats]:
@@ -222,4 +222,4 @@ class Tabulated(Mode):
         def of_op(op: Op) -> Callable[[Ints, Ints], Floats]:
             return lambda lengths, contexts: self.costs.each_seconds(Work(op, lengths, contexts))
 
-        return {op: between_cuts(self.seq_len, self.granularity, of_op(op)) for op in OPS}
+        return {op: between_cuts(self.seq_len, self.cuts, of_op(op)) for op in OPS}

@@ -45,7 +45,7 @@ def find_vocabulary_plan(problem: JointProblem, vocabulary: Vocabulary, on_progr
         whole = find_joint_plan(problem, on_progress)
     except SlipstreamError as nothing_fits:
         lacks_room = problem.memory_limit is not None and problem.most_seconds == inf
-        if not lacks_room and not _is_heavy(problem, problem.units(problem.fewest_slices)):
+        if not lacks_room and not _is_heavy(problem, problem.units(problem.cuts.fewest(problem.seq_len))):
             raise
         return _spread_if_it_fits(problem, on_progress, nothing_fits)
     if not _is_worth_a_search(problem, whole):

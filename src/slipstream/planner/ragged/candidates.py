@@ -11,6 +11,7 @@ from itertools import pairwise
 import numpy as np
 
 from slipstream.array_types import Floats, Ints
+from slipstream.planner.cuts import Cuts
 from slipstream.planner.ragged.stage_rates import StageRates
 from slipstream.planner.ragged.step_problem import StepProblem
 from slipstream.schedule import Op
@@ -83,13 +84,13 @@ class PackedRows:
         groups: the sequences of each microbatch.
         lengths: tokens of each sequence.
         rates: of the stages.
-        granularity: rows are cut at multiples of this many tokens.
+        cuts: where each row may be cut.
     """
 
     groups: Groups
     lengths: Sequence[int]
     rates: StageRates
-    granularity: int = 1
+    cuts: Cuts
 
     @cached_property
     def _documents(self) -> tuple[Ints, Floats]:
@@ -113,10 +114,8 @@ class PackedRows:
     @cached_property
     def _grid(self) -> tuple[Ints, Ints, Floats]:
         """The places where rows may be cut, with their ends; the first of each row, and all; the work up to them."""
-        steps = -(-np.diff(self.ends) // self.granularity)
-        firsts = np.cumsum([0, *steps])
-        within = (np.arange(firsts[-1]) - np.repeat(firsts[:-1], steps)) * self.granularity
-        places = np.append(np.repeat(self.ends[:-1], steps) + within, self.ends[-1])
+        within, firsts = self.cuts.places_of_rows(np.diff(self.ends))
+        places = np.append(np.repeat(self.ends[:-1], np.diff(firsts)) + within, self.ends[-1])
         return places, firsts, self.rates.work(places, self.scores(places))
 
     @cached_property
@@ -138,7 +137,7 @@ class PackedRows:
         wanted = work[firsts[row]] + index / counts[row] * self.work[row]
         nearest = np.clip(np.searchsorted(work, wanted), 1, len(work) - 1)
         nearest -= wanted - work[nearest - 1] < work[nearest] - wanted
-        # At least one step of the grid for each slice before and after a cut.
+        # At least one place for each slice before and after a cut.
         latest = np.minimum(nearest, firsts[row + 1] - counts[row] + index)
         strict = np.maximum.accumulate(np.maximum(latest, firsts[row] + index) - np.arange(len(row)))
         return np.append(places[strict + np.arange(len(row))], self.ends[-1])
@@ -159,7 +158,7 @@ class SlicedStep:
     @classmethod
     def of(cls, problem: StepProblem, groups: Groups, slices: Sequence[Sequence[int]]) -> SlicedStep:
         """Returns the step of these groups of sequences in these slices."""
-        rows = PackedRows(groups, problem.lengths, problem.rates, problem.granularity)
+        rows = PackedRows(groups, problem.lengths, problem.rates, problem.cuts)
         return cls(rows, np.cumsum([0, *(tokens for lengths in slices for tokens in lengths)]))
 
     @cached_property

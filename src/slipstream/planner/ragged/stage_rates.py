@@ -14,6 +14,7 @@ from slipstream.array_types import Floats, Ints
 from slipstream.cost import OPS, AttentionWindow, Costs, LinkTime, Work, unit_bounds
 from slipstream.cost.fit import fit_relative
 from slipstream.errors import SlipstreamError
+from slipstream.planner.cuts import Cuts
 from slipstream.planner.joint import SlicedUnits
 from slipstream.schedule import Op
 from slipstream.simulator import TableCost
@@ -181,9 +182,8 @@ _POINTS = 5  # of slice lengths, and of contexts
 def fit_rates(
     costs: Costs,
     partition: Sequence[float],
-    longest_slice: int,
+    cuts: Cuts,
     longest_sequence: int,
-    shortest_slice: int = 64,
     windows: Sequence[AttentionWindow] = (AttentionWindow(),),
     recompute: str = "none",
 ) -> StageRates:
@@ -193,14 +193,14 @@ def fit_rates(
     Args:
         costs: of the model's parts, for microbatches of one row.
         partition: layers of each stage, in halves where layers can be cut.
-        longest_slice: the longest slice whose time is known.
+        cuts: where sequences may be cut, so that the times of slices are known from a granule to the longest.
         longest_sequence: where contexts end.
-        shortest_slice: the shortest slice whose time is known.
         windows: of attention.
         recompute: the recomputation before backwards or within them.
     """
-    shortest = min(shortest_slice, longest_slice)
-    lengths = np.unique(np.geomspace(shortest, longest_slice, _POINTS).round().astype(np.int64))
+    longest_slice = cuts.longest_slice or longest_sequence
+    shortest_slice = min(cuts.granularity, longest_slice)
+    lengths = np.unique(np.geomspace(shortest_slice, longest_slice, _POINTS).round().astype(np.int64))
     contexts = np.linspace(0, max(longest_sequence - longest_slice, 0), _POINTS).round().astype(np.int64)
     i, j = np.array([*product(lengths, np.unique(contexts))], np.int64).T
     bounds = unit_bounds(partition, costs.num_layers, costs.units_per_layer)

@@ -12,6 +12,7 @@ import numpy as np
 
 from slipstream.array_types import Floats, Ints
 from slipstream.errors import SlipstreamError
+from slipstream.planner.cuts import ANY_NUMBER, Cuts
 from slipstream.planner.ragged.stage_rates import StageRates
 from slipstream.schedule import Op, Schedule, SlicedMicrobatch
 from slipstream.units import numbers_text
@@ -33,11 +34,12 @@ class StepProblem:
         num_slices: of the microbatch that takes longest; others have as many as take equal time. None: searched for.
         packs: whether a microbatch may have several sequences.
         split: whether backwards may be split into input and weight gradients.
-        granularity: slices begin at multiples of this many tokens.
+        cuts: where a microbatch's row may be cut, wherever its sequences end.
         effort: how many actions may be placed; some 5 million take a second.
 
     Raises:
-        SlipstreamError: for an empty sequence, more microbatches than sequences, or rates of another number of stages.
+        SlipstreamError: for an empty sequence, more microbatches than sequences, limits on slices, or rates of another
+            number of stages.
     """
 
     lengths: tuple[int, ...]
@@ -49,7 +51,7 @@ class StepProblem:
     num_slices: int | None = None
     packs: bool = True
     split: bool = True
-    granularity: int = 64
+    cuts: Cuts = ANY_NUMBER
     effort: float = 1e5
 
     def __post_init__(self) -> None:
@@ -62,6 +64,13 @@ class StepProblem:
                 f"num_microbatches={self.num_microbatches}, but the step has {len(self.lengths)} sequences, each in "
                 f"one microbatch. Give 1 to {len(self.lengths)}."
             )
+        limits = ("longest_slice", "shortest_slice", "most_slices")
+        for name in limits:
+            if getattr(self.cuts, name) != getattr(ANY_NUMBER, name):
+                raise SlipstreamError(
+                    f"{name}={getattr(self.cuts, name)}, but the slices of sequences of different lengths take equal "
+                    "time: give the granularity alone, as in Cuts(granularity=64, most_slices=None)."
+                )
         if self.rates.num_stages != len(self.placement):
             raise SlipstreamError(
                 f"rates of {self.rates.num_stages} stages for a placement of {len(self.placement)}: make them equal."

@@ -29,7 +29,7 @@ def candidates(problem: StepProblem) -> Iterator[SlicedStep]:
     """Yields groups in slices of equal planned time that fit the ranks' memory, each once."""
     seen = set()
     for groups, slice_work in _groupings(problem):
-        rows = PackedRows(groups, problem.lengths, problem.rates, problem.granularity)
+        rows = PackedRows(groups, problem.lengths, problem.rates, problem.cuts)
         step = SlicedStep(rows, rows.cut(_slice_counts(problem, rows.work, slice_work)))
         if (groups, step.slices) not in seen and fits(problem, step):
             seen.add((groups, step.slices))
@@ -297,16 +297,10 @@ def _least(problem: StepProblem, lengths: Sequence[int], memory: StepMemory) -> 
 
 def _alone(problem: StepProblem, lengths: Sequence[int], count: int) -> StepPlan:
     """Returns the plan of each sequence by itself in at most `count` slices."""
-    slices = tuple(_even(length, count, problem.granularity) for length in lengths)
+    slices = tuple(problem.cuts.even(length, count) for length in lengths)
     counts = [len(slice_lengths) for slice_lengths in slices]
     order = StepActions(problem.placement, counts).whole
     return StepPlan(tuple((sequence,) for sequence in range(len(lengths))), slices, order)
-
-
-def _even(length: int, count: int, granularity: int) -> tuple[int, ...]:
-    """Returns slices of a multiple of the granularity each, the last one of the rest."""
-    slice_length = ceil(length / (count * granularity)) * granularity
-    return tuple(min(slice_length, length - begin) for begin in range(0, length, slice_length))
 
 
 def _too_long(problem: StepProblem, memory: StepMemory) -> SlipstreamError:

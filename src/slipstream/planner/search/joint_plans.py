@@ -87,19 +87,21 @@ def _saves(start: Plan) -> bool:
 def _problem(space: PlanSpace, start: Plan, best: float) -> JointProblem:
     """Returns the problem for the mesh of a configuration, without a limit of memory: a step shorter than `best`."""
     num_microbatches, costs = space.shape(start).num_microbatches, space.costs(start.degrees, start.microbatch_size)
-    granularity = _granularity(space)
+    cuts = space.choices.cuts.with_long_ends(space.seq_len)
     return JointProblem(
-        costs=Tabulated(costs, space.seq_len, granularity) if isinstance(costs, CountedCosts) else costs,
+        costs=Tabulated(costs, space.seq_len, cuts) if isinstance(costs, CountedCosts) else costs,
         state=space.source.state,
         replicas=start.data_parallel,
         optimizer_shards=start.optimizer_shards,
         seq_len=space.seq_len,
         num_ranks=start.pipeline_parallel,
         num_microbatches=num_microbatches,
-        granularity=granularity,
-        most_slices=max(1, min(_MOST_SLICES, _MOST_JOINT_UNITS // num_microbatches)),
-        # a slice is whole on the device while it runs, so where memory is scarce none is longer than those that fit
-        longest_slice=max(space.slices(start)) if _saves(start) else space.longest,
+        cuts=replace(
+            cuts,
+            most_slices=max(1, min(_MOST_SLICES, _MOST_JOINT_UNITS // num_microbatches)),
+            # a slice is whole on the device while it runs, so where memory is scarce none is longer than those that fit
+            longest_slice=max(space.slices(start)) if _saves(start) else space.longest,
+        ),
         split=not _saves(start),  # the factors of weight gradients stay on the device until then
         effort=_EFFORT,
         most_seconds=best - float(space.tails(start).sum(axis=0).min()),
@@ -137,13 +139,6 @@ def _split(plan: JointPlan) -> JointPlan:
     """Returns the plan, and those it was chosen from, with backwards split as in named schedules."""
     rejected = tuple(_split(rejected) for rejected in plan.rejected)
     return replace(plan.in_order(split_backwards(plan.schedule), plan.seconds), rejected=rejected)
-
-
-def _granularity(space: PlanSpace) -> int:
-    """Returns the fewest tokens of which slices may be multiples, so that the last one isn't too short either."""
-    shortest, length = space.choices.shortest, space.seq_len
-    least = max(shortest, space.choices.granularity)
-    return next(step for step in range(least, length + 1) if length % step == 0 or length % step >= shortest)
 
 
 def _added(space: PlanSpace, start: Plan, found: JointPlan, recompute: str, offload: float) -> Plan:

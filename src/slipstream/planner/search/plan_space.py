@@ -195,12 +195,12 @@ class PlanSpace:
         return cached_schedule(shape, replays, plan.offload)
 
     def _find_slowest(self, cut: PlacedPartition) -> Stage:
-        length = min(self.seq_len, self.longest)
+        length = self.longest
         return max(dict.fromkeys(map(self.alike, cut.stages)), key=partial(sequence_seconds, cut.costs, length))
 
     def _whole_seconds(self, degrees: Degrees, size: int, layers: Stage) -> float:
         # Of the longest slice whose time is known, where a whole sequence is longer.
-        return sequence_seconds(self.costs(degrees, size), min(self.seq_len, self.longest), layers)
+        return sequence_seconds(self.costs(degrees, size), self.longest, layers)
 
     def times(self, plan: Plan) -> StageTimes:
         return self._times(plan.degrees, plan.microbatch_size, self.cut(plan), self.slices(plan))
@@ -409,7 +409,7 @@ class PlanSpace:
         degrees, size, cut = first.degrees, first.microbatch_size, self.cut(first)
         shapes = [replace(first, num_slices=count, slicing=slicing) for count, slicing in slicings]
         lengths = tuple(map(self.slices, shapes))
-        timed = (*lengths, (min(self.seq_len, self.longest),), (self.choices.least_first(degrees),))
+        timed = (*lengths, (self.longest,), (self.choices.least_first(degrees),))
         bounds = GroupBounds(
             cut=cut,
             times=stage_times(cut, self._columns(degrees, size, timed), self.source.recomputations, ()),

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, cached_property, lru_cache
-from math import inf
 
 import numpy as np
 
 from slipstream.array_types import Floats, Ints
 from slipstream.cost import Costs, CostSource, Degrees, Stage
 from slipstream.errors import SlipstreamError
+from slipstream.planner.cuts import Cuts
 from slipstream.planner.search.plan_options import PlanOptions
 from slipstream.planner.slicing import equal_time_slices
-from slipstream.planner.slicing.equal_stage_slicing import TimeTable, best_slicing, between_cuts, cut_positions
+from slipstream.planner.slicing.equal_stage_slicing import TimeTable, best_slicing, between_cuts
 from slipstream.schedule import Op
 
 _COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -40,7 +41,10 @@ class SliceChoices:
         self, source: CostSource, seq_len: int, options: PlanOptions, costs: Callable[[Degrees, int], Costs]
     ) -> None:
         self.seq_len, self.options, self._costs, self._num_layers = seq_len, options, costs, len(source.kinds)
-        self.shortest, self.longest = source.slice_range(seq_len)
+        shortest, longest = source.slice_range(seq_len)
+        self.known = Cuts(1, longest, shortest, most_slices=None)
+        """The slices whose times are known."""
+        self.longest = self.known.longest(seq_len)
         self.equal_time, self.exact = cache(self._compute_equal_time), cache(self._compute_exact)
         self._attention_share = cache(self._compute_attention_share)
         self._table = lru_cache(_KEPT_TABLES)(self._compute_table)
@@ -49,39 +53,39 @@ class SliceChoices:
         """Returns the numbers of slices that take equal time, each of whose `context` parts is long enough."""
         most = self.seq_len // (context * self.least_tokens)
         counts = self.options.values("num_slices", _COUNTS if pipeline > 1 else _COUNTS_OF_ONE)
-        possible = [n for n in counts if n <= most and self.seq_len / n <= self.longest]
-        if not possible and "num_slices" not in self.options.allowed:
-            return [-(-self.seq_len // self.longest)]
-        return possible
+        fewest = self.known.counts(self.seq_len)[0]
+        possible = [n for n in counts if fewest <= n <= most]
+        return possible if possible or "num_slices" in self.options.allowed else [fewest]
 
     @property
     def least_tokens(self) -> int:
         """The tokens that a rank has at least of a slice."""
-        return max(self.shortest, min(_SHORTEST, max(1, self.seq_len // 8)))
+        return max(self.known.shortest_slice, min(_SHORTEST, max(1, self.seq_len // 8)))
 
     def _compute_equal_time(self, degrees: Degrees, size: int, count: int) -> tuple[int, ...]:
         """Returns slice lengths that take equal time, in multiples that suit matrix products."""
-        granularity = max(1, min(_MULTIPLE, self.seq_len // (4 * count)))
-        slices = equal_time_slices(self.seq_len, count, self._attention_share(degrees, size), granularity)
-        if min(slices) < self.shortest or max(slices) > self.longest:
-            slices = equal_time_slices(self.seq_len, count, 0.0)
-        return slices
+        cuts = replace(self.known, granularity=max(1, min(_MULTIPLE, self.seq_len // (4 * count))))
+        slices = equal_time_slices(self.seq_len, count, self._attention_share(degrees, size), cuts)
+        return slices if self.known.allows(slices) else self.known.even(self.seq_len, count)
 
     def _compute_attention_share(self, degrees: Degrees, size: int) -> float:
         """Returns A of t(x T) = t(T) ((1-A) x + A x²), from a layer's times of T and T/2 tokens."""
-        costs, length = self._costs(degrees, size), min(self.seq_len, self.longest)
+        costs, length = self._costs(degrees, size), self.longest
         middle = range(self._num_layers // 2, self._num_layers // 2 + 1)
         whole, half = (sequence_seconds(costs, tokens, middle) for tokens in (length, length // 2))
         return min(1.0, max(0.0, 2 * (1 - 2 * half / whole)))
 
-    def _least(self, degrees: Degrees) -> int:
-        """Returns the tokens of the shortest slice of an exact slicing: of slices that take equal time the last ones
-        may also be half as long as the mean."""
-        return max(self.shortest, degrees.context * self.least_tokens // 2, self.seq_len // _MOST_EXACT)
+    def exact_cuts(self, degrees: Degrees) -> Cuts:
+        """Returns where exact slicings may cut. Of slices that take equal time the last ones may also be half as long
+        as the mean."""
+        half = degrees.context * self.least_tokens // 2
+        shortest = max(self.known.shortest_slice, half, self.seq_len // _MOST_EXACT)
+        return replace(self.cuts, shortest_slice=shortest)
 
     def least_first(self, degrees: Degrees) -> int:
         """Returns the tokens of the shortest first slice of an exact slicing."""
-        return min(self.seq_len, self.longest, max(self._least(degrees), self.granularity))
+        cuts = self.exact_cuts(degrees)
+        return min(self.longest, max(cuts.shortest_slice, cuts.granularity))
 
     def _compute_exact(
         self, degrees: Degrees, size: int, stage: Stage, num_ranks: int, num_passes: int
@@ -99,23 +103,22 @@ class SliceChoices:
     def _compute_table(self, degrees: Degrees, size: int, stage: Stage) -> TimeTable:
         """Returns the seconds of the slice between any two places to cut, forward and backward; infinite where they
         aren't known, or the slice is too short."""
-        costs, least = self._costs(degrees, size), self._least(degrees)
+        costs, cuts = self._costs(degrees, size), self.exact_cuts(degrees)
 
         def seconds(lengths: Ints, contexts: Ints) -> Floats:
-            known = np.minimum(lengths, self.longest)
-            predicted = np.stack([costs.seconds(stage, op, known, contexts) for op in (Op.F, Op.B)])
-            return np.where((lengths > self.longest) | (lengths < least), inf, predicted)
+            return np.stack([costs.seconds(stage, op, lengths, contexts) for op in (Op.F, Op.B)])
 
-        times = between_cuts(self.seq_len, self.granularity, seconds, inf)
-        return TimeTable(cut_positions(self.seq_len, self.granularity), times)
+        return TimeTable(cuts.places(self.seq_len), between_cuts(self.seq_len, cuts, seconds))
 
     @cached_property
-    def granularity(self) -> int:
-        """The tokens between two places to cut: multiples that suit matrix products, unless the sequence is short."""
-        least = -(-self.seq_len // _MOST_CUTS)
-        if least <= _MULTIPLE:
-            return max(least, min(_MULTIPLE, self.seq_len // _FEWEST_CUTS))
-        return -(-least // _MULTIPLE) * _MULTIPLE
+    def cuts(self) -> Cuts:
+        """Where sequences may be cut: at multiples that suit matrix products, unless the sequence is short."""
+        granularity = -(-self.seq_len // _MOST_CUTS)
+        if granularity <= _MULTIPLE:
+            granularity = max(granularity, min(_MULTIPLE, self.seq_len // _FEWEST_CUTS))
+        else:
+            granularity = -(-granularity // _MULTIPLE) * _MULTIPLE
+        return replace(self.known, granularity=granularity)
 
 
 def sequence_seconds(costs: Costs, length: int, layers: Stage) -> float:

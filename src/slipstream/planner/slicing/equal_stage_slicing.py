@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
-from itertools import count, pairwise
+from itertools import count
 from math import inf, nextafter, sqrt
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike
 
 from slipstream.array_types import Floats, Ints
 from slipstream.errors import SlipstreamError
+from slipstream.planner.cuts import Cuts
 from slipstream.schedule import SlicedMicrobatch
 
 
@@ -32,23 +33,16 @@ def equal_time_cuts(num_slices: int, attention_share: float) -> list[float]:
     return [2 * share / (linear + sqrt(linear**2 + 4 * square * share)) for share in shares]
 
 
-def equal_time_slices(length: int, num_slices: int, attention_share: float, granularity: int = 1) -> tuple[int, ...]:
-    """Returns slice lengths in tokens that take equal time, cut at multiples of `granularity`, none of them empty.
+_ANYWHERE = Cuts(1, most_slices=None)
+
+
+def equal_time_slices(length: int, num_slices: int, attention_share: float, cuts: Cuts = _ANYWHERE) -> tuple[int, ...]:
+    """Returns slice lengths in tokens that take equal time, as nearly as there are places to cut; none is empty.
 
     Raises:
-        SlipstreamError: if there are fewer multiples than slices.
+        SlipstreamError: where there are fewer places than slices.
     """
-    units = -(-length // granularity)
-    if not 1 <= num_slices <= units:
-        raise SlipstreamError(
-            f"num_slices={num_slices} for {length} tokens at granularity {granularity}: use 1 to {units} slices."
-        )
-    cuts = [0]
-    for i, fraction in enumerate(equal_time_cuts(num_slices, attention_share), start=1):
-        nearest = round(fraction * length / granularity)
-        cuts.append(min(max(nearest, cuts[-1] + 1), units - num_slices + i))
-    bounds = [cut * granularity for cut in cuts] + [length]
-    return tuple(b - a for a, b in pairwise(bounds))
+    return cuts.nearest(length, equal_time_cuts(num_slices, attention_share))
 
 
 @dataclass(frozen=True)
@@ -104,7 +98,8 @@ def slice_tokens(
         SlipstreamError: for numbers or times that are impossible, or if no slicing is allowed.
     """
     check_counts(num_stages, num_microbatches)
-    table = time_table([t] if backward is None else [t, backward], length, granularity, min_slice)
+    times = [t] if backward is None else [t, backward]
+    table = time_table(times, length, cuts_of(length, granularity, min_slice))
     return best_slicing(table, num_stages, num_microbatches)
 
 
@@ -138,7 +133,7 @@ def slicing_frontier(
     The best slicing for any number of stages and microbatches is among them: min(f.latency(K, M) for f in frontier).
     The arguments are those of `slice_tokens`; only slicings whose slices take at most `slowest` seconds are returned.
     """
-    table = time_table([t], length, granularity, min_slice)
+    table = time_table([t], length, cuts_of(length, granularity, min_slice))
     check_allowed(shortest_path(table, (inf,)), length)
     frontier: list[SlicingTradeoff] = []
     while (path := shortest_path(table, (slowest,))).total < inf:
@@ -207,7 +202,8 @@ def slice_batch(
         max_sequences: sequences per microbatch, at most. Default: `batch`.
     """
     check_counts(num_stages)
-    tables = [time_table([time], length, granularity, min_slice) for time in _times(t, batch, max_sequences)]
+    cuts = cuts_of(length, granularity, min_slice)
+    tables = [time_table([time], length, cuts) for time in _times(t, batch, max_sequences)]
     lower = min(table.least for table in tables)
     best = minimize(lambda limits: _split_within(tables, batch, limits), lower, num_stages - 1)
     if best.total == inf:
@@ -362,50 +358,52 @@ class TimeTable:
         return tuple(int(tokens) for tokens in np.diff(self.bounds[list(cuts)]))
 
 
-def cut_positions(length: int, granularity: int) -> Ints:
-    """Returns 0, granularity, 2·granularity, ... and the length, where a shorter slice may end."""
+def cuts_of(length: int, granularity: int, min_slice: int | None) -> Cuts:
+    """Returns the cuts that the arguments of `slice_tokens` describe. Raises SlipstreamError where they are wrong."""
     if length < 1 or granularity < 1:
         raise SlipstreamError(f"length={length}, granularity={granularity}: both are tokens, 1 or more.")
-    num_cuts = -(-length // granularity)
-    if num_cuts > MAX_CUTS:
-        raise SlipstreamError(
-            f"{length} tokens at granularity {granularity} have {num_cuts} possible cuts; at most {MAX_CUTS} are "
-            f"searched. Use granularity={-(-length // MAX_CUTS)} or more."
-        )
-    return np.append(np.arange(num_cuts) * granularity, length)
+    if min_slice is not None and not 1 <= min_slice <= length:
+        raise SlipstreamError(f"min_slice={min_slice}: a slice has 1 to {length} tokens.")
+    return Cuts(granularity, shortest_slice=min_slice or 1, most_slices=None)
 
 
-def between_cuts(
-    length: int, granularity: int, seconds: Callable[[Ints, Ints], Floats], otherwise: float = 0.0
-) -> Floats:
-    """Returns the seconds of the slice between any two places to cut, (..., ends, starts), and elsewhere `otherwise`.
+def between_cuts(length: int, cuts: Cuts, seconds: Callable[[Ints, Ints], Floats]) -> Floats:
+    """Returns the seconds of the slice between any two places to cut, (..., ends, starts), infinite where there is no
+    slice, or none that is allowed.
 
     `seconds` are those of slices of some lengths after some contexts, (..., slices).
+
+    Raises:
+        SlipstreamError: where there are too many places.
     """
-    bounds = cut_positions(length, granularity)
+    if (num_places := cuts.num_places(length)) > MAX_CUTS:
+        raise SlipstreamError(
+            f"{length} tokens at granularity {cuts.granularity} have {num_places} possible cuts; at most {MAX_CUTS} "
+            f"are searched. Use granularity={-(-length // MAX_CUTS)} or more."
+        )
+    bounds = cuts.places(length)
     tables = []
     for first in range(0, len(bounds), _BLOCK):
-        ends, starts = np.nonzero(bounds[first : first + _BLOCK, None] > bounds)
-        times = seconds(bounds[first + ends] - bounds[starts], bounds[starts])
-        rows = np.full((*times.shape[:-1], min(_BLOCK, len(bounds) - first), len(bounds)), otherwise)
+        lengths = bounds[first : first + _BLOCK, None] - bounds
+        ends, starts = np.nonzero((lengths > 0) & cuts.allowed_lengths(lengths, length))
+        times = seconds(lengths[ends, starts], bounds[starts])
+        rows = np.full((*times.shape[:-1], *lengths.shape), inf)
         rows[..., ends, starts] = times
         tables.append(rows)
     return np.concatenate(tables, axis=-2)
 
 
-def time_table(times: Sequence[SliceTime], length: int, granularity: int, min_slice: int | None) -> TimeTable:
-    """Returns the times of all slices of at least `min_slice` tokens.
+def time_table(times: Sequence[SliceTime], length: int, cuts: Cuts) -> TimeTable:
+    """Returns the times of all slices that are allowed.
 
     Args:
         times: each a function (slice_length, context_length) -> seconds, called with integer arrays if it takes
             them, or an array whose entry [i, j] is for i·granularity tokens after j·granularity (row 0 is not used).
             Infinite: such a slice is not allowed.
     """
-    bounds = cut_positions(length, granularity)
-    if min_slice is not None and not 1 <= min_slice <= length:
-        raise SlipstreamError(f"min_slice={min_slice}: a slice has 1 to {length} tokens.")
-    callables = [time if callable(time) else _lookup(time, bounds, granularity) for time in times]
-    tables = np.stack([between_cuts(length, granularity, partial(_seconds, time), inf) for time in callables])
+    bounds = cuts.places(length)
+    callables = [time if callable(time) else _lookup(time, bounds, cuts.granularity) for time in times]
+    tables = np.stack([between_cuts(length, cuts, partial(_seconds, time)) for time in callables])
     wrong = np.isnan(tables) | (tables < 0)
     if wrong.any():
         d, end, start = np.argwhere(wrong)[0]
@@ -413,8 +411,6 @@ def time_table(times: Sequence[SliceTime], length: int, granularity: int, min_sl
             f"t({bounds[end] - bounds[start]}, {bounds[start]}) is {tables[d, end, start]}: a slice takes 0 seconds or "
             "more (infinite where it is not allowed)."
         )
-    if min_slice is not None:
-        tables[:, bounds[:, None] - bounds[None, :] < min_slice] = np.inf
     return TimeTable(bounds, tables)
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import inf
 
 from slipstream.errors import SlipstreamError
+from slipstream.planner.cuts import Cuts
 from slipstream.planner.slicing.equal_stage_slicing import Slicing, equal_time_slices
 from slipstream.schedule import COMMUNICATION, Op, Schedule
 from slipstream.simulator import CostModel, TableCost, step_seconds
@@ -73,12 +74,13 @@ def slice_for_schedule(
         max_slices: the largest count tried.
         max_simulations: simulations, at most; each takes milliseconds, in proportion to the schedule's actions.
     """
-    search = _SliceSearch(candidate, length, granularity, min_slice or 1, max_slices, max_simulations)
-    if not search.allowed((length,)):
+    shortest = 1 if min_slice is None else min_slice
+    if min(length, granularity, shortest, max_slices) < 1 or shortest > length:
         raise SlipstreamError(
             f"length={length}, granularity={granularity}, min_slice={min_slice}, max_slices={max_slices}: all are 1 or "
             "more, and min_slice at most length."
         )
+    search = _SliceSearch(candidate, length, Cuts(granularity, None, shortest, max_slices), max_simulations)
     starts = sorted(search.starts(), key=search.seconds)
     for slices in starts[:_STARTS]:
         search.descend(slices)
@@ -92,9 +94,7 @@ class _SliceSearch:
 
     candidate: ScheduleForSlices
     length: int
-    granularity: int
-    min_slice: int
-    max_slices: int
+    cuts: Cuts
     max_simulations: int
     known: dict[tuple[int, ...], float] = field(default_factory=dict)
 
@@ -106,44 +106,40 @@ class _SliceSearch:
             self.known[slices] = step_seconds(*self.candidate(slices))
         return self.known[slices]
 
-    def allowed(self, slices: tuple[int, ...]) -> bool:
-        return min(*slices, self.granularity, self.max_slices - len(slices) + 1) >= 1 and min(slices) >= self.min_slice
-
     def starts(self) -> Iterator[tuple[int, ...]]:
         """Yields the best equal-time cuts of each count."""
-        units = -(-self.length // self.granularity)
-        for count in range(1, min(self.max_slices, units) + 1):
-            cuts = {equal_time_slices(self.length, count, share, self.granularity): None for share in _SHARES}
-            if candidates := [slices for slices in cuts if self.allowed(slices)]:
+        for count in self.cuts.counts(self.length):
+            slicings = dict.fromkeys(equal_time_slices(self.length, count, share, self.cuts) for share in _SHARES)
+            if candidates := [slices for slices in slicings if self.cuts.allows(slices)]:
                 yield min(candidates, key=self.seconds)
 
     def descend(self, slices: tuple[int, ...]) -> None:
         """Changes the slices as long as that helps, in ever smaller portions."""
-        portion = self.granularity * max(1, self.length // (4 * self.granularity * len(slices)))
+        granules = max(1, self.length // (4 * self.cuts.granularity * len(slices)))
         while True:
-            better = self._first_better(slices, portion)
+            better = self._first_better(slices, granules)
             if better is not None:
                 slices = better
-            elif portion > self.granularity:
-                portion = self.granularity * (portion // self.granularity // 2)
+            elif granules > 1:
+                granules //= 2
             else:
                 return
 
-    def _first_better(self, slices: tuple[int, ...], portion: int) -> tuple[int, ...] | None:
+    def _first_better(self, slices: tuple[int, ...], granules: int) -> tuple[int, ...] | None:
         now = self.seconds(slices)
-        changes = filter(self.allowed, self._changes(slices, portion))
+        changes = self._changes(slices, granules)
         return next((changed for changed in changes if self.seconds(changed) < now), None)
 
-    def _changes(self, slices: tuple[int, ...], portion: int) -> Iterable[tuple[int, ...]]:
-        """Yields the slices with a portion moved to a neighbour, then farther; then with slices halved or joined."""
+    def _changes(self, slices: tuple[int, ...], granules: int) -> Iterator[tuple[int, ...]]:
+        """Yields the slices with tokens moved to a neighbour, then farther; then with slices halved or joined."""
         count = len(slices)
-        for distance in range(1, count):
-            for giver in range(count):
-                for taker in (giver - distance, giver + distance):
-                    if 0 <= taker < count:
-                        yield tuple(n + portion * ((i == taker) - (i == giver)) for i, n in enumerate(slices))
-        for i, tokens in enumerate(slices):
-            half = tokens // 2 // self.granularity * self.granularity
-            yield (*slices[:i], half, tokens - half, *slices[i + 1 :])
-        for i in range(count - 1):
-            yield (*slices[:i], slices[i] + slices[i + 1], *slices[i + 2 :])
+        pairs = (
+            (giver, taker)
+            for distance in range(1, count)
+            for giver in range(count)
+            for taker in (giver - distance, giver + distance)
+            if 0 <= taker < count
+        )
+        yield from self.cuts.moved(slices, granules, pairs)
+        yield from self.cuts.halved(slices)
+        yield from self.cuts.joined(slices)
