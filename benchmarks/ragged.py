@@ -36,6 +36,7 @@ from benchmarks.ragged_batches import (
     padded,
 )
 from slipstream import Pipeline, Runtime
+from slipstream.planner import Plan
 from slipstream.planner.ragged import StageRates, StepProblem, find_step_plan
 from slipstream.planner.ragged.candidates import SlicedStep
 from slipstream.planner.ragged.step_search import lower_bound
@@ -187,7 +188,7 @@ def planning(num_mixes: int) -> list[dict[str, object]]:
         found: list[tuple[float, float, float]] = []
         for _ in range(num_mixes):
             lengths = np.clip(random.lognormal(6.5, 1.2, 64), 16, 8192).astype(int).tolist()
-            problem = StepProblem(tuple(lengths), tuple(range(num_ranks)), stage_rates(num_ranks))
+            problem = StepProblem(tuple(lengths), stage_rates(num_ranks), Plan(placement=tuple(range(num_ranks))))
             if not found:
                 find_step_plan(problem)  # compiles
             began = time.process_time()

@@ -205,11 +205,13 @@ def _ragged(request: Request) -> Answer:
     rates, lengths = _rates(request), request["lengths"]
     problem = StepProblem(
         lengths=tuple(lengths),
-        placement=tuple(request["placement"]),
         rates=rates,
-        schedule=request.get("schedule"),
-        num_microbatches=request.get("num_microbatches"),
-        num_slices=request.get("num_slices"),
+        given=Plan(
+            placement=tuple(request["placement"]),
+            schedule=request.get("schedule", OPEN),
+            num_microbatches=request.get("num_microbatches", OPEN),
+            num_slices=request.get("num_slices", OPEN),
+        ),
         packs=request["packs"],
         split=request["split"],
     )

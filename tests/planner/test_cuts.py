@@ -85,6 +85,16 @@ def test_the_dynamic_program_keeps_to_the_longest_and_the_shortest(row: tuple[Cu
     assert cuts.allows(slices)
 
 
+@pytest.mark.parametrize(("length", "longest"), [(64 * 300 + 33, None), (64 * 270, 64), (64 * 270, 150)])
+def test_long_rows_are_cut_at_places_too(length: int, longest: int | None) -> None:
+    """The dynamic program has fewer places there, at most as far apart as a slice may be long."""
+    cuts = Cuts(longest_slice=longest)
+    plan = find_joint_plan(JointProblem(rates(2), length, 2, cuts=cuts, effort=1e4))
+    for each in (plan, plan.exact):
+        assert each is not None
+        assert cuts.allows(each.slices)
+
+
 GIVEN = partial(JointProblem, rates(2), 512, 2)
 
 
@@ -107,7 +117,9 @@ GIVEN = partial(JointProblem, rates(2), 512, 2)
             r"slice 0 has 50 tokens.*100 to 512",
         ),
         (
-            lambda: StepProblem((100, 200), (0, 1), rates(2), cuts=replace(ANY_NUMBER, longest_slice=64)),
+            lambda: StepProblem(
+                (100, 200), rates(2), Plan(placement=(0, 1)), cuts=replace(ANY_NUMBER, longest_slice=64)
+            ),
             "longest_slice=64, but the slices of sequences of different lengths take equal time",
         ),
     ],

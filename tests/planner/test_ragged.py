@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from slipstream.errors import SlipstreamError
 from slipstream.planner.cuts import Cuts
 from slipstream.planner.order.order_search import step_lower_bound
+from slipstream.planner.plan import Plan
 from slipstream.planner.ragged import StepMemory, StepPlan, StepProblem, find_plan_within, find_step_plan
 from slipstream.planner.ragged.step_search import candidates, lower_bound
-from slipstream.schedule import Op, validate
+from slipstream.schedule import Op, make_schedule, validate
 from slipstream.simulator import simulate
 from support.examples import examples
 from support.step_problems import problems, rates, sliced
@@ -39,10 +40,11 @@ def test_a_plan_is_valid_and_takes_as_long_as_it_says(limited: bool, data: st.Da
     timeline = simulate(plan.schedule, sliced(problem, plan).costs())
     assert plan.seconds == pytest.approx(timeline.makespan)
     assert lower_bound(problem, sliced(problem, plan)) <= plan.seconds * (1 + 1e-9)
-    if problem.num_microbatches and problem.packs:
-        assert len(plan.groups) == problem.num_microbatches
-    if problem.num_slices:
-        assert max(map(len, plan.slices)) <= problem.num_slices
+    given = problem.given
+    if not given.is_open("num_microbatches") and problem.packs:
+        assert len(plan.groups) == given.num_microbatches
+    if not given.is_open("num_slices"):
+        assert max(map(len, plan.slices)) <= given.num_slices
     if not problem.packs:
         assert all(len(group) == 1 for group in plan.groups)
     for peak, room in zip(timeline.peak_memory, problem.room or (), strict=problem.room is not None):
@@ -62,7 +64,7 @@ def test_where_only_slices_cost_something_parts_are_of_equal_length() -> None:
     """As is measured of models so small that no time grows with the tokens."""
     costs = rates(2)
     fixed = {op: seconds * [1.0, 0.0, 0.0] for op, seconds in costs.rates.items()}
-    problem = StepProblem((197, 64, 5), (0, 1), replace(costs, rates=fixed), num_slices=3)
+    problem = StepProblem((197, 64, 5), replace(costs, rates=fixed), Plan(placement=(0, 1), num_slices=3))
     plan = find_step_plan(problem)
     plan.check(problem.lengths)
     assert max(max(each) for each in plan.slices) == 128
@@ -75,7 +77,8 @@ def test_a_single_slice_takes_as_long_as_its_bound(placement: tuple[int, ...], q
     """It passes all stages forward and back, with the links between them; split where that takes less."""
     costs = rates(len(placement), bandwidth=100.0)
     costs = replace(costs, rates={**costs.rates, Op.W: costs.rates[Op.W] / quick})
-    problem = StepProblem((700,), placement, costs, num_microbatches=1, num_slices=1, split=quick > 1)
+    given = Plan(placement=placement, num_microbatches=1, num_slices=1)
+    problem = StepProblem((700,), costs, given, split=quick > 1)
     plan = find_step_plan(problem)
     assert (Op.W in plan.schedule.ops) == (quick > 1)
     assert lower_bound(problem, sliced(problem, plan)) == pytest.approx(plan.seconds, rel=1e-9)
@@ -87,7 +90,8 @@ def test_no_message_to_frozen_stages_counts() -> None:
     trained = np.array([[0.0], [1.0]])
     seconds = {op: each if op is Op.F else trained * each for op, each in costs.rates.items()}
     frozen = replace(costs, rates=seconds, latency=1e4)
-    plan = find_step_plan(StepProblem((700,), (0, 1), frozen, num_microbatches=1, num_slices=1, split=False))
+    given = Plan(placement=(0, 1), num_microbatches=1, num_slices=1)
+    plan = find_step_plan(StepProblem((700,), frozen, given, split=False))
     each = {op: frozen.stage_seconds(op, np.array([700]), frozen.scores(np.array([700]))) for op in (Op.F, Op.B)}
     assert frozen.num_frozen_parts == 1
     assert plan.seconds == pytest.approx(each[Op.F].sum() + 1e4 + each[Op.B][1, 0])
@@ -97,7 +101,7 @@ def memory_of(problem: StepProblem, limit: float, more: float = 50.0) -> StepMem
     """Counts activations as the simulator does, the state, and some bytes for each slice, as messages take."""
 
     def account(plan: StepPlan) -> list[float]:
-        rows = replace(problem, lengths=tuple(map(sum, plan.slices)), num_microbatches=None)
+        rows = replace(problem, lengths=tuple(map(sum, plan.slices)), given=Plan(placement=problem.placement))
         alone = replace(plan, groups=tuple((number,) for number in range(len(plan.slices))))
         peaks = simulate(plan.schedule, sliced(rows, alone).costs()).peak_memory
         return [STATE + peak + more * sum(map(len, plan.slices)) for peak in peaks]
@@ -140,11 +144,28 @@ def test_how_long_a_sequence_may_be_is_said() -> None:
 
 @pytest.mark.parametrize("given", [{"schedule": "1f1b"}, {"num_microbatches": 2}], ids=str)
 def test_what_is_given_stays_so_even_if_it_holds_too_much(given: dict[str, Any]) -> None:
-    problem = replace(example(600, 900, 80), **given)
+    problem = replace(example(600, 900, 80), given=Plan(placement=(0, 1), **given))
     plan = find_plan_within(problem, memory := memory_of(problem, STATE + 60_000))
     plan.check(problem.lengths)
     assert max(memory.account(plan)) > memory.limit
 
 
 def example(*lengths: int) -> StepProblem:
-    return StepProblem(lengths, (0, 1), rates(2), cuts=Cuts(1, most_slices=None))
+    return StepProblem(lengths, rates(2), Plan(placement=(0, 1)), cuts=Cuts(1, most_slices=None))
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        (Plan(), "leaves the placement open"),
+        (Plan(placement=(0, 1), slices=(50, 50)), "has slices, but sequences of different lengths have their own"),
+        (Plan(placement=(0, 1), schedule=make_schedule("1f1b", 2, 1, 1)), "has an order.*give a schedule by its name"),
+        (Plan(placement=(0, 1), num_microbatches=3), "num_microbatches=3, but the step has 2 sequences"),
+        (Plan(placement=(0, 1, 1, 0)), r"rates of 2 stages for a placement of 4"),
+        (Plan(placement=(1, 0), schedule="1f1b"), r"stages on the ranks \[0, 1\], but placement=\[1, 0\]"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_given_is_refused_by_name(given: Plan, named: str) -> None:
+    with pytest.raises(SlipstreamError, match=named):
+        find_step_plan(replace(example(100, 100), given=given))

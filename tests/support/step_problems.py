@@ -6,6 +6,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from slipstream.planner.cuts import Cuts
+from slipstream.planner.plan import OPEN, Plan
 from slipstream.planner.ragged import StageRates, StepPlan, StepProblem
 from slipstream.planner.ragged.candidates import SlicedStep
 from slipstream.schedule import SCHEDULES, Op, make_schedule
@@ -35,14 +36,17 @@ def problems(draw: st.DrawFn, limited: bool = False) -> StepProblem:
     if limited:
         busiest = int(np.bincount(placement).max())
         room = (busiest * (100.0 * max(lengths) + 8.0) * draw(st.floats(1.0, 3.0)),) * num_ranks
+    given = Plan(
+        placement=placement,
+        schedule=draw(st.sampled_from([OPEN, *names])),
+        num_microbatches=draw(st.just(OPEN) | st.integers(1, len(lengths))),
+        num_slices=draw(st.just(OPEN) | st.integers(1, 6)),
+    )
     return StepProblem(
         lengths=tuple(lengths),
-        placement=placement,
         rates=costs,
+        given=Plan(placement=placement) if limited else given,
         room=room,
-        schedule=draw(st.sampled_from([None, *names])) if not limited else None,
-        num_microbatches=draw(st.none() | st.integers(1, len(lengths))) if not limited else None,
-        num_slices=draw(st.none() | st.integers(1, 6)) if not limited else None,
         packs=draw(st.booleans()),
         split=draw(st.booleans()),
         cuts=Cuts(draw(st.sampled_from([1, 64])), most_slices=None),

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
 from slipstream.array_types import Floats
+
+Try = TypeVar("Try")
+Found = TypeVar("Found")
 
 
 @dataclass
@@ -40,3 +45,21 @@ class Room:
             return True
         self.besides = self.besides + np.maximum(excess, 0.0) + self.spared
         return False
+
+
+def first_within(
+    tries: Iterable[Try], find: Callable[[Try], Found | None], fits: Callable[[Found], bool]
+) -> Found | None:
+    """Returns the first of the tries' plans that fits, each found with less room than the one before; None where a try
+    finds none, or none fits.
+
+    Args:
+        tries: what `find` takes, such as an effort.
+        find: searches within the room that is left.
+        fits: accounts for a plan, and leaves less room where it holds too much (`Room.has_space`).
+    """
+    for each in tries:
+        found = find(each)
+        if found is None or fits(found):
+            return found
+    return None

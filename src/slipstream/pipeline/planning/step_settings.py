@@ -208,11 +208,13 @@ class StepSettings:
         is_free = num_slices is None and self._num_microbatches == 1 and not self.is_counted
         return StepProblem(
             lengths=lengths,
-            placement=self.usual.schedule.placement,
             rates=rates,
-            schedule=None if self.is_given or self.reorders else self._name,
-            num_microbatches=None if is_free else min(self._num_microbatches, len(lengths)),
-            num_slices=num_slices,
+            given=Plan(
+                placement=self.usual.schedule.placement,
+                schedule=OPEN if self.is_given or self.reorders else self._name,
+                num_microbatches=OPEN if is_free else min(self._num_microbatches, len(lengths)),
+                num_slices=OPEN if num_slices is None else num_slices,
+            ),
             split=self.splits and (self.is_given or self.is_open),
             cuts=replace(Cuts.of_rows(max(lengths), num_slices or 1), most_slices=None),
         )

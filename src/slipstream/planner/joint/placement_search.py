@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import groupby, product
+from itertools import groupby
 from math import inf
 from operator import attrgetter
 from typing import Any
@@ -19,12 +19,13 @@ from slipstream.planner.joint.candidate import Candidate, moved_cuts, steepest_d
 from slipstream.planner.joint.joint_plan import JointPlan
 from slipstream.planner.joint.problem import JointProblem
 from slipstream.planner.joint.sliced_units import SlicedUnits
-from slipstream.planner.order.list_scheduling import ListScheduler, PriorityRule, measure_order
+from slipstream.planner.order.list_scheduling import PriorityRule
 from slipstream.planner.order.makespan_bounds import rank_bounds
 from slipstream.planner.order.order_search import find_order, hold_less, step_lower_bound
-from slipstream.planner.order.ordering_problem import ROUNDING, OrderingProblem, StepActions, UnitTimes
+from slipstream.planner.order.ordering_problem import OrderingProblem, StepActions, UnitTimes
+from slipstream.planner.order.quick_orders import GIVEN, QuickOrders, rules_of
 from slipstream.planner.plan import Plan
-from slipstream.planner.room import Room
+from slipstream.planner.room import Room, first_within
 from slipstream.planner.slicing import equal_time_slices
 from slipstream.planner.slicing.equal_stage_slicing import best_slicing, time_table
 from slipstream.schedule import Op, Schedule
@@ -98,9 +99,6 @@ def _plan_of(problem: JointProblem, candidate: Candidate, schedule: Schedule, re
     return Plan(recompute=recompute).closed(schedule=schedule, partition=partition, slices=candidate.slices)
 
 
-_GIVEN = PriorityRule("given", 0.0, 0.0, 0.0)  # the one rule of an order that is given
-
-
 class QuickOrder:
     """The orders of one placement with one number of microbatches and slices, whatever the actions cost."""
 
@@ -117,10 +115,9 @@ class QuickOrder:
         self._split = split
         self._given = given
         lags = (0.0, 0.5, 1.0, 2.0) if num_microbatches > 1 else (0.0,)
-        names = self._actions.splittings(split)
-        grid = product(names, lags, (-1.0, 0.0, 0.25, 0.5, 1.0, 2.0), (0.0, 0.5, 1.0))
-        searched = tuple(PriorityRule(*rule) for rule in grid if rule[0] != "none" or rule[3] == 0)
-        self.rules = searched if given is None else (_GIVEN,)
+        names = [*self._actions.splittings(split)]
+        searched = rules_of(names, lags, (-1.0, 0.0, 0.25, 0.5, 1.0, 2.0), (0.0, 0.5, 1.0))
+        self.rules = searched if given is None else (GIVEN,)
 
     def seconds(
         self, units: SlicedUnits, bounds: tuple[int, ...], room: Floats | None, rules: tuple[PriorityRule, ...] = ()
@@ -137,17 +134,14 @@ class QuickOrder:
         if room is not None and (np.bincount(self._actions.placement, held.sum(axis=1)) > room).any():
             return dict.fromkeys(rules or self.rules, np.inf)
         times, number = {op: units.stage_seconds(op, bounds) for op in OPS}, self._actions.num_microbatches
-        limits = np.full(self._actions.num_ranks, np.inf) if room is None else room * (1 + ROUNDING)
         seconds = {op: np.tile(unit_times, number) for op, unit_times in times.items()}
         travels = np.tile(units.message_seconds, number)
         # Messages don't wait for each other.
         costs = UnitTimes.of_slices(seconds, (travels, 0 * travels), np.tile(held, number), units.frozen_stages(bounds))
-        if self._given is not None:
-            measured = measure_order(self._actions, costs, limits, self._given)
-            return {_GIVEN: inf if measured is None else measured.seconds}
         period = float((times[Op.F] + times[Op.B]).sum(axis=1).max())
-        scheduler = ListScheduler(self._actions, costs, limits, self._split, period=period)
-        return {rule: scheduler.place(rule).seconds for rule in rules or self.rules}
+        orders = QuickOrders(self._actions, costs, room, self._split, self._given, period=period)
+        found = {rule: orders.by(rule) for rule in rules or self.rules}
+        return {rule: inf if order is None else order.seconds for rule, order in found.items()}
 
 
 _COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)  # slices to start from
@@ -275,19 +269,26 @@ class PlacementSearch:
         if given is not None:
             order = self.units(candidate.slices).without_frozen_backwards(given, candidate.bounds)
             return order if self.memory is None or self.memory.fits(candidate, order) else None
-        for _ in range(1 if self.memory is None else _TRIES):
+        counts, costs = self._counts(candidate), self._table(candidate)
+        memory, units = self.memory, self.units(candidate.slices)
+
+        def find(effort: float) -> Schedule | None:
             try:
-                order = find_order(
-                    *self._counts(candidate), self._table(candidate), **self._limits(candidate), effort=effort
-                )
+                order = find_order(*counts, costs, **self._limits(candidate), effort=effort)
             except SlipstreamError:  # no room for one microbatch
-                break
-            order = self.units(candidate.slices).without_frozen_backwards(order, candidate.bounds)
-            if self.memory is None or self.memory.fits(candidate, order):
-                return order
-        assert self.memory is not None
-        least = self.memory.least(candidate, self.units(candidate.slices))
-        return least if self.memory.fits(candidate, least) else None
+                return None
+            return units.without_frozen_backwards(order, candidate.bounds)
+
+        if memory is None:
+            return find(effort)
+
+        def fits(order: Schedule) -> bool:
+            return memory.fits(candidate, order)
+
+        if (found := first_within(_TRIES * (effort,), find, fits)) is not None:
+            return found
+        least = memory.least(candidate, units)
+        return least if fits(least) else None
 
     def _counts(self, candidate: Candidate) -> tuple[tuple[int, ...], int, int]:
         return self.placement, self.problem.num_microbatches, len(candidate.slices)

@@ -13,8 +13,9 @@ from slipstream.array_types import Floats
 from slipstream.cost import FLOAT32_STATE, Costs, LinkTime, StateBytes
 from slipstream.planner.cuts import USUAL_CUTS, Cuts
 from slipstream.planner.joint.sliced_units import SlicedUnits
-from slipstream.planner.plan import NOTHING_DECIDED, OPEN, Plan
-from slipstream.schedule import Schedule, make_schedule, split_backwards
+from slipstream.planner.order.given_order import given_order
+from slipstream.planner.plan import NOTHING_DECIDED, Plan
+from slipstream.schedule import Schedule
 
 # From an order, its cut, its slices and the recomputation: the most bytes of each rank.
 MemoryAccount = Callable[[Plan], Sequence[float]]
@@ -80,15 +81,11 @@ class JointProblem:
         return len(self.costs.parts)
 
     def order(self, placement: tuple[int, ...], num_slices: int) -> Schedule | None:
-        """Returns the order that is given, on so many slices; None where it is searched for."""
-        name = self.given.schedule
-        if name is OPEN:
+        """Returns the order that is given, on so many slices; None where it is searched for. Raises SlipstreamError
+        where its stages are on other ranks."""
+        if self.given.is_open("schedule"):
             return None
-        if isinstance(name, Schedule):
-            return name
-        most = max(placement.count(rank) for rank in placement)
-        named = make_schedule(name, self.num_ranks, self.num_microbatches, num_slices, most)
-        return split_backwards(named) if self.split else named
+        return given_order(self.given.schedule, placement, self.num_microbatches, num_slices, self.split)
 
     @cached_property
     def link(self) -> LinkTime:

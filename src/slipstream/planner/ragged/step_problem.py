@@ -13,6 +13,7 @@ import numpy as np
 from slipstream.array_types import Floats, Ints
 from slipstream.errors import SlipstreamError
 from slipstream.planner.cuts import ANY_NUMBER, Cuts
+from slipstream.planner.plan import Plan
 from slipstream.planner.ragged.stage_rates import StageRates
 from slipstream.schedule import Op, Schedule, SlicedMicrobatch
 from slipstream.units import numbers_text
@@ -26,29 +27,25 @@ class StepProblem:
 
     Args:
         lengths: tokens of each sequence.
-        placement: the rank of each stage.
         rates: of the stages.
+        given: the placement, and of the name of the order, the number of microbatches and that of slices those that are
+            kept; those that it leaves open are searched for. The slices are those of the microbatch that takes longest;
+            others have as many as take equal time.
         room: bytes that each rank has for activations. None: any number.
-        schedule: the name of the order. None: it is searched for.
-        num_microbatches: of the step. None: it is searched for.
-        num_slices: of the microbatch that takes longest; others have as many as take equal time. None: searched for.
         packs: whether a microbatch may have several sequences.
         split: whether backwards may be split into input and weight gradients.
         cuts: where a microbatch's row may be cut, wherever its sequences end.
         effort: how many actions may be placed; some 5 million take a second.
 
     Raises:
-        SlipstreamError: for an empty sequence, more microbatches than sequences, limits on slices, or rates of another
-            number of stages.
+        SlipstreamError: for an empty sequence, no placement, an order or slices of one length, more microbatches than
+            sequences, limits on slices, or rates of another number of stages.
     """
 
     lengths: tuple[int, ...]
-    placement: tuple[int, ...]
     rates: StageRates
+    given: Plan
     room: tuple[float, ...] | None = None
-    schedule: str | None = None
-    num_microbatches: int | None = None
-    num_slices: int | None = None
     packs: bool = True
     split: bool = True
     cuts: Cuts = ANY_NUMBER
@@ -59,9 +56,18 @@ class StepProblem:
             raise SlipstreamError(
                 f"a step has sequences of {[*self.lengths[:8]]} tokens: give at least one, and none empty."
             )
-        if self.num_microbatches is not None and not 1 <= self.num_microbatches <= len(self.lengths):
+        given = self.given
+        if given.is_open("placement"):
+            raise SlipstreamError("given=Plan(...) leaves the placement open, but stages stay where they are: give it.")
+        if isinstance(given.schedule, Schedule) or not given.is_open("slices"):
+            what = "slices" if isinstance(given.schedule, str) or given.is_open("schedule") else "an order"
             raise SlipstreamError(
-                f"num_microbatches={self.num_microbatches}, but the step has {len(self.lengths)} sequences, each in "
+                f"given=Plan(...) has {what}, but sequences of different lengths have their own: give a schedule by "
+                "its name, and num_slices."
+            )
+        if not given.is_open("num_microbatches") and not 1 <= given.num_microbatches <= len(self.lengths):
+            raise SlipstreamError(
+                f"num_microbatches={given.num_microbatches}, but the step has {len(self.lengths)} sequences, each in "
                 f"one microbatch. Give 1 to {len(self.lengths)}."
             )
         limits = ("longest_slice", "shortest_slice", "most_slices")
@@ -77,13 +83,18 @@ class StepProblem:
             )
 
     @property
+    def placement(self) -> tuple[int, ...]:
+        """The rank of each stage."""
+        return self.given.placement
+
+    @property
     def num_ranks(self) -> int:
         return max(self.placement) + 1
 
     @property
     def may_split(self) -> bool:
         """Whether some backward may be split: a schedule that has a name may do so by itself."""
-        return self.split or self.schedule is not None
+        return self.split or not self.given.is_open("schedule")
 
     @cached_property
     def ranks(self) -> Ints:

@@ -5,21 +5,21 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import product
 from math import ceil, inf
 
 import numpy as np
 
 from slipstream.array_types import Floats, Ints
 from slipstream.errors import SlipstreamError
-from slipstream.planner.order.list_scheduling import ListScheduler, MeasuredOrder, PriorityRule, measure_order
+from slipstream.planner.order.given_order import given_order
+from slipstream.planner.order.list_scheduling import MeasuredOrder, PriorityRule
 from slipstream.planner.order.makespan_bounds import longest_paths, rank_bounds
-from slipstream.planner.order.ordering_problem import ROUNDING, StepActions, UnitTimes
+from slipstream.planner.order.ordering_problem import StepActions, UnitTimes
+from slipstream.planner.order.quick_orders import GIVEN, QuickOrders, rules_of
 from slipstream.planner.ragged.candidates import Groups, PackedRows, SlicedStep, balanced, filled, sequences_of
 from slipstream.planner.ragged.step_problem import StepPlan, StepProblem
-from slipstream.planner.room import Room
-from slipstream.schedule import Op, make_schedule, split_backwards
+from slipstream.planner.room import Room, first_within
+from slipstream.schedule import Op
 
 _SLICES = (1.0, 2.0, 4.0)  # times the slice that balances fill and fixed costs
 _GROUPS = (1.0, 2.0, 4.0)  # slices of a group of short sequences
@@ -48,8 +48,8 @@ def _groupings(problem: StepProblem) -> Iterator[tuple[Groups, float]]:
 def _groups(problem: StepProblem, work: list[float], slice_work: float) -> Iterator[list[list[int]]]:
     if not problem.packs:
         yield [[sequence] for sequence in range(len(work))]
-    elif problem.num_microbatches is not None:
-        yield balanced(work, problem.num_microbatches)
+    elif not problem.given.is_open("num_microbatches"):
+        yield balanced(work, problem.given.num_microbatches)
     else:
         for size in (*(times * slice_work for times in _GROUPS), max(work)):
             yield filled(work, size, problem.lengths, problem.most_tokens)
@@ -57,7 +57,8 @@ def _groups(problem: StepProblem, work: list[float], slice_work: float) -> Itera
 
 def _slice_counts(problem: StepProblem, work: Floats, slice_work: float) -> Ints:
     """Returns the number of slices of each microbatch."""
-    wanted = problem.num_slices * work / work.max() if problem.num_slices else work / slice_work
+    given = problem.given
+    wanted = work / slice_work if given.is_open("num_slices") else given.num_slices * work / work.max()
     counts: Ints = np.maximum(np.round(wanted), 1).astype(np.int64)
     return counts
 
@@ -80,71 +81,31 @@ def lower_bound(problem: StepProblem, step: SlicedStep) -> float:
     return float(np.max(bounds))
 
 
-@dataclass(frozen=True, eq=False)
-class StepOrders:
-    """The orders of one step's slices."""
+def orders_of(problem: StepProblem, step: SlicedStep) -> QuickOrders:
+    """Returns the orders of one step's slices: the one that is given, or those of list scheduling by each action's
+    start if its microbatch ran alone and each stage had a rank, with whole backwards, and by the busiest rank's work of
+    all microbatches before.
 
-    problem: StepProblem
-    step: SlicedStep
-
-    @cached_property
-    def _actions(self) -> StepActions:
-        return StepActions(self.problem.placement, self.step.counts.tolist())
-
-    @cached_property
-    def _times(self) -> UnitTimes:
-        step = self.step
-        return UnitTimes.of_slices(step.seconds, step.links, step.held, self.problem.rates.num_frozen_parts)
-
-    @property
-    def num_actions(self) -> int:
-        """The number of actions with whole backwards."""
-        return 2 * self._actions.num_units
-
-    @cached_property
-    def _scheduler(self) -> ListScheduler:
-        """List scheduling by each action's start if its microbatch ran alone and each stage had a rank, with whole
-        backwards, and by the busiest rank's work of all microbatches before."""
-        problem, step, actions = self.problem, self.step, self._actions
-        forward, whole = step.seconds[Op.F], step.seconds[Op.B]
-        work = np.zeros((problem.num_ranks, len(step.counts)))
-        np.add.at(work, problem.ranks, np.add.reduceat(forward + whole, step.firsts, axis=1))
-        busiest = work[work.sum(axis=1).argmax()]
-        return ListScheduler(
-            actions,
-            self._times,
-            self.problem.limits * (1 + ROUNDING),
-            problem.split,
-            alone=longest_paths,
-            before=(np.cumsum(busiest) - busiest)[actions.arrays.microbatch],
-            period=1.0,
-        )
-
-    def by(self, rule: PriorityRule) -> MeasuredOrder:
-        """Returns the order of a rule of list scheduling, which fits the memory."""
-        return self._scheduler.place(rule)
-
-    def named(self, name: str) -> MeasuredOrder | None:
-        """Returns the order of a schedule that has a name; None where it doesn't fit the memory.
-
-        Raises:
-            SlipstreamError: where it places the stages on other ranks.
-        """
-        problem, counts = self.problem, self.step.counts.tolist()
-        schedule = make_schedule(name, problem.num_ranks, len(counts), counts, len(problem.ranks) // problem.num_ranks)
-        if schedule.placement != problem.placement:
-            raise SlipstreamError(
-                f"schedule={name!r} has its stages on the ranks {[*schedule.placement]}, but the pipeline on "
-                f"{[*problem.placement]}. Make them equal."
-            )
-        if problem.split and Op.W not in schedule.ops:
-            schedule = split_backwards(schedule)
-        return measure_order(self._actions, self._times, self.problem.limits * (1 + ROUNDING), schedule)
-
-    def plan(self, found: MeasuredOrder) -> StepPlan:
-        """Returns the plan of the step in an order."""
-        schedule = self._actions.schedule(found.order, found.split)
-        return StepPlan(self.step.rows.groups, self.step.slices, schedule, found.seconds)
+    Raises:
+        SlipstreamError: where the given order has its stages on other ranks.
+    """
+    counts, given = step.counts.tolist(), None
+    if not problem.given.is_open("schedule"):
+        given = given_order(problem.given.schedule, problem.placement, len(counts), counts, problem.split)
+    work = np.zeros((problem.num_ranks, len(counts)))
+    np.add.at(work, problem.ranks, np.add.reduceat(step.seconds[Op.F] + step.seconds[Op.B], step.firsts, axis=1))
+    busiest = work[work.sum(axis=1).argmax()]
+    actions = StepActions(problem.placement, counts)
+    return QuickOrders(
+        actions,
+        UnitTimes.of_slices(step.seconds, step.links, step.held, problem.rates.num_frozen_parts),
+        problem.limits,
+        problem.split,
+        given,
+        alone=longest_paths,
+        before=(np.cumsum(busiest) - busiest)[actions.arrays.microbatch],
+        period=1.0,
+    )
 
 
 _FIRST = (
@@ -165,7 +126,7 @@ def find_step_plan(problem: StepProblem) -> StepPlan:
 
     Sequences are packed into microbatches of one, two and four slices' work, long ones left alone, and all cut into
     slices of equal planned time. Those that can't beat the best known by their lower bound aren't scheduled. The best
-    is scheduled by many rules; or each in the order of `problem.schedule`.
+    is scheduled by many rules; or each in the order that is given.
 
     Raises:
         NothingFitsError: where a sequence is too long for a rank's memory: which, and how long it may be.
@@ -178,43 +139,36 @@ class _StepSearch:
 
     def __init__(self, problem: StepProblem) -> None:
         self.problem, self.effort = problem, problem.effort
-        self.best: tuple[MeasuredOrder, StepOrders] | None = None
+        self.best: tuple[MeasuredOrder, SlicedStep, QuickOrders] | None = None
 
     def plan(self) -> StepPlan:
         """Returns the best order's plan."""
         problem, steps = self.problem, [*candidates(self.problem)]
         bounds = [lower_bound(problem, step) for step in steps]
+        is_given = not problem.given.is_open("schedule")
         rules = [rule for rule in _FIRST if problem.split or rule.splitting == "none"]
         for place in np.argsort(bounds, kind="stable").tolist():
             if self.best and (bounds[place] >= self.best[0].seconds or self.effort < problem.effort / 3):
                 break
-            self._try(StepOrders(problem, steps[place]), rules)
+            self._try(steps[place], orders_of(problem, steps[place]), (GIVEN,) if is_given else rules)
         if self.best is None:
             raise _nothing_fits(self.problem)
-        if self.problem.schedule is None:
-            self._try(self.best[1], self._all_rules())
-        order, orders = self.best
-        return orders.plan(order)
+        if not is_given:
+            names = ("sent", "none", "all") if problem.split else ("none",)
+            self._try(*self.best[1:], rules_of(names, _LAGS, _HURRIES, _PATIENCES))
+        order, step, orders = self.best
+        schedule = orders.actions.schedule(order.order, order.split)
+        return StepPlan(step.rows.groups, step.slices, schedule, order.seconds)
 
-    def _try(self, orders: StepOrders, rules: list[PriorityRule]) -> None:
-        if self.problem.schedule is not None:
-            self.effort -= _NAMED * orders.num_actions
-            self._offer(orders.named(self.problem.schedule), orders)
-            return
+    def _try(self, step: SlicedStep, orders: QuickOrders, rules: Sequence[PriorityRule]) -> None:
+        effort = 2 * orders.actions.num_units  # actions with whole backwards
         for rule in rules:
-            if self.effort < orders.num_actions:
+            if rule is not GIVEN and self.effort < effort:
                 return
-            self.effort -= orders.num_actions
-            self._offer(orders.by(rule), orders)
-
-    def _offer(self, found: MeasuredOrder | None, orders: StepOrders) -> None:
-        if found is not None and (self.best is None or found.seconds < self.best[0].seconds):
-            self.best = found, orders
-
-    def _all_rules(self) -> list[PriorityRule]:
-        names = ("sent", "none", "all") if self.problem.split else ("none",)
-        every = (PriorityRule(*settings) for settings in product(names, _LAGS, _HURRIES, _PATIENCES))
-        return [rule for rule in every if rule.splitting != "none" or rule.patience == 0]
+            self.effort -= effort * (_NAMED if rule is GIVEN else 1)
+            found = orders.by(rule)
+            if found is not None and (self.best is None or found.seconds < self.best[0].seconds):
+                self.best = found, step, orders
 
 
 def _nothing_fits(problem: StepProblem) -> NothingFitsError:
@@ -226,7 +180,7 @@ def _nothing_fits(problem: StepProblem) -> NothingFitsError:
             f"inputs[{longest}] has {length} tokens, but the memory limit leaves room for {most} in a "
             "microbatch. Cut it, or give more memory or more ranks, or let memory.recompute keep less."
         )
-    name = "" if problem.schedule is None else f" in the order of {problem.schedule!r}"
+    name = "" if problem.given.is_open("schedule") else f" in the order of {problem.given.schedule!r}"
     return NothingFitsError(
         f"nothing that was searched for {len(problem.lengths)} sequences of up to {length} tokens (sequence {longest}) "
         f"fits the memory limit{name}. Leave the schedule, the microbatches and the slices to the plan, or give fewer "
@@ -266,21 +220,22 @@ def find_plan_within(problem: StepProblem, memory: StepMemory) -> StepPlan:
         SlipstreamError: where a sequence is too long even so: which, and the remedy.
     """
     room = Room(memory.limit, np.array(memory.state), _SPARED * memory.limit)
-    for share in _EFFORTS:
+
+    def find(share: float) -> StepPlan | None:
         if room.bytes.min() <= 0:
-            break
+            return None
         try:
-            plan = find_step_plan(replace(problem, room=tuple(room.bytes.tolist()), effort=share * problem.effort))
+            return find_step_plan(replace(problem, room=tuple(room.bytes.tolist()), effort=share * problem.effort))
         except NothingFitsError:
-            break
-        if room.has_space(np.array(memory.account(plan))):
-            return plan
-    return _one_by_one(problem, memory)
+            return None
+
+    found = first_within(_EFFORTS, find, lambda plan: room.has_space(np.array(memory.account(plan))))
+    return _one_by_one(problem, memory) if found is None else found
 
 
 def _one_by_one(problem: StepProblem, memory: StepMemory) -> StepPlan:
     """Returns the plan that holds least: every sequence alone, with whole backwards, one after the other."""
-    if problem.schedule is not None or problem.num_microbatches is not None:
+    if not (problem.given.is_open("schedule") and problem.given.is_open("num_microbatches")):
         return find_step_plan(problem)
     plan, most = _least(problem, problem.lengths, memory)
     if most <= memory.limit:
