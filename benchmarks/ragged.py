@@ -38,7 +38,7 @@ from benchmarks.ragged_batches import (
 from slipstream import Pipeline, Runtime
 from slipstream.planner import Plan
 from slipstream.planner.ragged import StageRates, StepProblem, find_step_plan
-from slipstream.planner.ragged.candidates import SlicedStep
+from slipstream.planner.ragged.sliced_step import SlicedStep
 from slipstream.planner.ragged.step_search import lower_bound
 from slipstream.schedule import Op, make_schedule
 from slipstream.simulator import simulate

@@ -36,9 +36,11 @@ from slipstream.planner.slicing.equal_stage_slicing import (
     split_batch,
     time_table,
 )
+from slipstream.planner.slicing.equal_work_slicing import equal_work_cuts
 from slipstream.planner.slicing.schedule_slicing import schedule_costs, slice_for_schedule
 from slipstream.schedule import Op, Schedule, forward_only, gpipe, one_f_one_b, split_backwards
 from slipstream.simulator import CostModel
+from support.examples import examples
 
 Table = list[list[float]]  # [i][j]: i tokens after j
 
@@ -325,3 +327,29 @@ def cut(**changed: Any) -> object:
 def test_bad_input_is_explained(refused: Callable[[], object], message: str) -> None:
     with pytest.raises(SlipstreamError, match=message):
         refused()
+
+
+@examples(30)
+@given(
+    st.lists(st.tuples(st.integers(1, 300), st.integers(1, 12)), min_size=1, max_size=5),
+    st.sampled_from([1, 16, 64]),
+    st.integers(0, 3),
+)
+def test_slices_of_rows_have_equal_work(rows: list[tuple[int, int]], granularity: int, power: int) -> None:
+    """As many as are asked for where there are places; no cut is farther from its share than the nearest place."""
+    cuts, lengths = Cuts(granularity), np.array([length for length, _ in rows])
+    within, firsts = cuts.places_of_rows(lengths)
+    ends = np.cumsum([0, *lengths])
+    places = np.append(np.repeat(ends[:-1], np.diff(firsts)) + within, ends[-1])
+    density = np.linspace(1, 2, ends[-1]) ** power
+    work = np.append(0.0, np.cumsum(density))[places]
+    found = equal_work_cuts(places, firsts, work, np.array([count for _, count in rows]))
+    assert set(ends.tolist()) <= set(found.tolist()) <= set(places.tolist())
+    assert (np.diff(found) > 0).all()
+    counts = [min(count, cuts.num_places(length)) for length, count in rows]
+    assert np.diff(np.searchsorted(found, ends)).tolist() == counts
+    if granularity == 1:
+        for number, (length, count) in enumerate(rows):
+            begin, end = ends[number], ends[number + 1]
+            slices = np.diff(work[np.append(found[(found >= begin) & (found < end)], end)])
+            assert slices.max() - slices.min() <= 2 * density[begin:end].max() or length < 2 * count

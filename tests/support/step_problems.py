@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from slipstream.planner.cuts import Cuts
 from slipstream.planner.plan import OPEN, Plan
 from slipstream.planner.ragged import StageRates, StepPlan, StepProblem
-from slipstream.planner.ragged.candidates import SlicedStep
+from slipstream.planner.ragged.sliced_step import SlicedStep
 from slipstream.schedule import SCHEDULES, Op, make_schedule
 
 SHARES = {Op.F: 1.0, Op.B: 2.0, Op.I: 1.2, Op.W: 0.9}

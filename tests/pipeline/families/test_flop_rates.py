@@ -10,7 +10,7 @@ import pytest
 
 from slipstream import Memory, Op, Pipeline, Runtime, simulate
 from slipstream.planner.ragged import StageRates, find_step_plan
-from slipstream.planner.ragged.candidates import SlicedStep
+from slipstream.planner.ragged.sliced_step import SlicedStep
 from support.adapters import adapted, lora
 from support.architectures import build, llama
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from math import ceil, inf
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -16,43 +13,21 @@ from slipstream.planner.order.list_scheduling import MeasuredOrder, PriorityRule
 from slipstream.planner.order.makespan_bounds import longest_paths, rank_bounds
 from slipstream.planner.order.ordering_problem import StepActions, UnitTimes
 from slipstream.planner.order.quick_orders import GIVEN, QuickOrders, rules_of
-from slipstream.planner.ragged.candidates import Groups, PackedRows, SlicedStep, balanced, filled, sequences_of
+from slipstream.planner.ragged.packing import groupings
+from slipstream.planner.ragged.sliced_step import PackedRows, SlicedStep
 from slipstream.planner.ragged.step_problem import StepPlan, StepProblem
-from slipstream.planner.room import Room, first_within
 from slipstream.schedule import Op
-
-_SLICES = (1.0, 2.0, 4.0)  # times the slice that balances fill and fixed costs
-_GROUPS = (1.0, 2.0, 4.0)  # slices of a group of short sequences
 
 
 def candidates(problem: StepProblem) -> Iterator[SlicedStep]:
     """Yields groups in slices of equal planned time that fit the ranks' memory, each once."""
     seen = set()
-    for groups, slice_work in _groupings(problem):
+    for groups, slice_work in groupings(problem):
         rows = PackedRows(groups, problem.lengths, problem.rates, problem.cuts)
         step = SlicedStep(rows, rows.cut(_slice_counts(problem, rows.work, slice_work)))
         if (groups, step.slices) not in seen and fits(problem, step):
             seen.add((groups, step.slices))
             yield step
-
-
-def _groupings(problem: StepProblem) -> Iterator[tuple[Groups, float]]:
-    """Yields groups of sequences with the work of a slice of them."""
-    work = problem.work.tolist()
-    for times in _SLICES if problem.room is None else (*_SLICES, inf):
-        slice_work = times * problem.best_slice
-        for groups in _groups(problem, work, slice_work):
-            yield from ((packed, slice_work) for packed in sequences_of(groups, work))
-
-
-def _groups(problem: StepProblem, work: list[float], slice_work: float) -> Iterator[list[list[int]]]:
-    if not problem.packs:
-        yield [[sequence] for sequence in range(len(work))]
-    elif not problem.given.is_open("num_microbatches"):
-        yield balanced(work, problem.given.num_microbatches)
-    else:
-        for size in (*(times * slice_work for times in _GROUPS), max(work)):
-            yield filled(work, size, problem.lengths, problem.most_tokens)
 
 
 def _slice_counts(problem: StepProblem, work: Floats, slice_work: float) -> Ints:
@@ -185,93 +160,4 @@ def _nothing_fits(problem: StepProblem) -> NothingFitsError:
         f"nothing that was searched for {len(problem.lengths)} sequences of up to {length} tokens (sequence {longest}) "
         f"fits the memory limit{name}. Leave the schedule, the microbatches and the slices to the plan, or give fewer "
         "or shorter sequences."
-    )
-
-
-_EFFORTS = (0.6, 0.3, 0.2, 0.2)  # of the tries with less and less room for activations, as shares
-_SPARED = 0.02  # of the limit, on every rank: an order with less room holds other messages, at other times
-_COUNTS = (1, 4, 16)  # slices of a sequence that is alone
-
-
-@dataclass(frozen=True)
-class StepMemory:
-    """The memory of a step, in bytes.
-
-    Args:
-        limit: of each rank.
-        state: of each rank's parameters, gradients and optimizer state.
-        account: returns the most bytes that each rank holds with a plan.
-    """
-
-    limit: float
-    state: Sequence[float]
-    account: Callable[[StepPlan], Sequence[float]]
-
-
-def find_plan_within(problem: StepProblem, memory: StepMemory) -> StepPlan:
-    """Returns the plan of `find_step_plan` that the account says keeps to the limit.
-
-    A plan that holds too much is planned again with as much less room, and a little less on every rank. Where that
-    leads nowhere, the sequences come one after the other, with the least memory. Where the order or the number of
-    microbatches is given, the plan that holds too much is returned, for the caller to refuse. The same problem gives
-    the same plan.
-
-    Raises:
-        SlipstreamError: where a sequence is too long even so: which, and the remedy.
-    """
-    room = Room(memory.limit, np.array(memory.state), _SPARED * memory.limit)
-
-    def find(share: float) -> StepPlan | None:
-        if room.bytes.min() <= 0:
-            return None
-        try:
-            return find_step_plan(replace(problem, room=tuple(room.bytes.tolist()), effort=share * problem.effort))
-        except NothingFitsError:
-            return None
-
-    found = first_within(_EFFORTS, find, lambda plan: room.has_space(np.array(memory.account(plan))))
-    return _one_by_one(problem, memory) if found is None else found
-
-
-def _one_by_one(problem: StepProblem, memory: StepMemory) -> StepPlan:
-    """Returns the plan that holds least: every sequence alone, with whole backwards, one after the other."""
-    if not (problem.given.is_open("schedule") and problem.given.is_open("num_microbatches")):
-        return find_step_plan(problem)
-    plan, most = _least(problem, problem.lengths, memory)
-    if most <= memory.limit:
-        return plan
-    raise _too_long(problem, memory)
-
-
-def _least(problem: StepProblem, lengths: Sequence[int], memory: StepMemory) -> tuple[StepPlan, float]:
-    """Returns the plan that holds least for sequences of these lengths, and the bytes of its fullest rank."""
-    plans = [_alone(problem, lengths, count) for count in _COUNTS]
-    most = [max(memory.account(plan)) for plan in plans]
-    return plans[least := int(np.argmin(most))], most[least]
-
-
-def _alone(problem: StepProblem, lengths: Sequence[int], count: int) -> StepPlan:
-    """Returns the plan of each sequence by itself in at most `count` slices."""
-    slices = tuple(problem.cuts.even(length, count) for length in lengths)
-    counts = [len(slice_lengths) for slice_lengths in slices]
-    order = StepActions(problem.placement, counts).whole
-    return StepPlan(tuple((sequence,) for sequence in range(len(lengths))), slices, order)
-
-
-def _too_long(problem: StepProblem, memory: StepMemory) -> SlipstreamError:
-    """Says which sequence is too long, how long it may be, and other remedies."""
-
-    def most(length: int) -> float:
-        return _least(problem, [length], memory)[1]
-
-    longest = int(np.argmax(problem.lengths))
-    length = problem.lengths[longest]
-    lengths = range(1, length + 1)
-    fitting = bisect_left(lengths, memory.limit, key=most) if most(1) <= memory.limit else 0
-    what = f"one of {fitting} tokens would fit" if fitting else "not even one of 1 token would fit"
-    needed = ceil(_least(problem, problem.lengths, memory)[1])
-    return SlipstreamError(
-        f"inputs[{longest}] has {length} tokens, too many for memory.limit={memory.limit:.6g}: {what}, and these "
-        f"sequences one after the other need {needed}. Cut it or leave it out, or give memory.limit={needed} or more, "
-        "more ranks, or let memory.recompute keep less."
     )

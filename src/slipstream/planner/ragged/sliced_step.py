@@ -1,79 +1,22 @@
-"""A step's sequences in microbatches, packed and cut into slices of equal time, and their costs."""
+"""A step's sequences in microbatches, cut into slices of equal time, and their costs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from heapq import heapify, heapreplace
 from itertools import pairwise
 
 import numpy as np
 
 from slipstream.array_types import Floats, Ints
 from slipstream.planner.cuts import Cuts
+from slipstream.planner.ragged.packing import Groups
 from slipstream.planner.ragged.stage_rates import StageRates
 from slipstream.planner.ragged.step_problem import StepProblem
+from slipstream.planner.slicing.equal_work_slicing import equal_work_cuts
 from slipstream.schedule import Op
 from slipstream.simulator import CostModel, MicrobatchCost
-
-Groups = tuple[tuple[int, ...], ...]  # the numbers of the sequences in each microbatch
-
-
-def filled(work: Sequence[float], size: float, lengths: Sequence[int], most_tokens: float) -> list[list[int]]:
-    """Returns groups of at most so much work and so many tokens, as few as best fit finds; a larger sequence is alone.
-
-    Args:
-        work: of each sequence.
-        size: of a group, in work.
-        lengths: tokens of each sequence.
-        most_tokens: of a group.
-    """
-    groups: list[list[int]] = []
-    left: list[tuple[float, float]] = []  # work and tokens
-    for sequence in _largest_first(work):
-        least = work[sequence], lengths[sequence]
-        fitting = [index for index, (room, tokens) in enumerate(left) if room >= least[0] and tokens >= least[1]]
-        if fitting:
-            best = min(fitting, key=left.__getitem__)
-        else:
-            best = len(groups)
-            groups.append([])
-            left.append((size, most_tokens))
-        groups[best].append(sequence)
-        left[best] = left[best][0] - least[0], left[best][1] - least[1]
-    return groups
-
-
-def balanced(work: Sequence[float], number: int) -> list[list[int]]:
-    """Returns so many groups of nearly equal work: the largest sequence first, each to the least group (Graham 1969).
-
-    Args:
-        work: of each sequence.
-        number: of groups, at most that of the sequences.
-    """
-    least = [(0.0, 0, index) for index in range(number)]
-    heapify(least)
-    groups: list[list[int]] = [[] for _ in range(number)]
-    for sequence in _largest_first(work):
-        total, size, index = least[0]
-        groups[index].append(sequence)
-        heapreplace(least, (total + work[sequence], size + 1, index))
-    return groups
-
-
-def sequences_of(groups: Sequence[Sequence[int]], work: Sequence[float]) -> list[Groups]:
-    """Returns the groups in the orders in which they are tried: largest first, largest last, and largest in the middle.
-
-    A small first group reaches the last rank soon, and a small last one leaves the first rank little to wait for.
-    """
-    listed = (tuple(sorted(group)) for group in groups)
-    falling = sorted(listed, key=lambda group: (-sum(work[sequence] for sequence in group), group))
-    return [tuple(falling), tuple(falling[::-1]), (*falling[1::2][::-1], *falling[::2])]
-
-
-def _largest_first(work: Sequence[float]) -> list[int]:
-    return sorted(range(len(work)), key=lambda sequence: (-work[sequence], sequence))
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,17 +73,7 @@ class PackedRows:
         Args:
             counts: the slices of each row; fewer where it has fewer places.
         """
-        places, firsts, work = self._grid
-        counts = np.clip(counts, 1, np.diff(firsts))
-        row = np.repeat(np.arange(len(counts)), counts)
-        index = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
-        wanted = work[firsts[row]] + index / counts[row] * self.work[row]
-        nearest = np.clip(np.searchsorted(work, wanted), 1, len(work) - 1)
-        nearest -= wanted - work[nearest - 1] < work[nearest] - wanted
-        # At least one place for each slice before and after a cut.
-        latest = np.minimum(nearest, firsts[row + 1] - counts[row] + index)
-        strict = np.maximum.accumulate(np.maximum(latest, firsts[row] + index) - np.arange(len(row)))
-        return np.append(places[strict + np.arange(len(row))], self.ends[-1])
+        return equal_work_cuts(*self._grid, counts)
 
 
 @dataclass(frozen=True, eq=False)
