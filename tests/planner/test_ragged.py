@@ -20,6 +20,7 @@ from slipstream.planner.order.order_search import step_lower_bound
 from slipstream.planner.plan import Plan
 from slipstream.planner.ragged import StepMemory, StepPlan, StepProblem, find_plan_within, find_step_plan
 from slipstream.planner.ragged.step_search import candidates, lower_bound
+from slipstream.planner.room import OutOfMemoryError
 from slipstream.schedule import Op, make_schedule, validate
 from slipstream.simulator import simulate
 from support.examples import examples
@@ -130,7 +131,7 @@ def test_a_plan_keeps_to_the_limit_or_the_longest_sequence_is_named(problem: Ste
 def test_how_long_a_sequence_may_be_is_said() -> None:
     problem = example(100, 900, 80)
     memory = memory_of(problem, STATE + 60_000)
-    with pytest.raises(SlipstreamError, match=r"inputs\[1\] has 900 tokens.*one of (\d+) tokens would fit") as error:
+    with pytest.raises(OutOfMemoryError, match=r"inputs\[1\] has 900 tokens.*one of (\d+) tokens would fit") as error:
         find_plan_within(problem, memory)
     most = int(re.findall(r"one of (\d+) tokens", str(error.value))[0])
     assert 100 < most < 900

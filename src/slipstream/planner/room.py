@@ -9,6 +9,12 @@ from typing import TypeVar
 import numpy as np
 
 from slipstream.array_types import Floats
+from slipstream.errors import SlipstreamError
+
+
+class OutOfMemoryError(SlipstreamError):
+    """No plan that was searched keeps to the memory limit; the message has the remedy."""
+
 
 Try = TypeVar("Try")
 Found = TypeVar("Found")

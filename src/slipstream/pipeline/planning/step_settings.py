@@ -117,8 +117,8 @@ class StepSettings:
             self._name, self._num_ranks = placed_as(schedule, stages_per_rank), num_ranks
             self._num_in_flush = len(counts) or options.num_microbatches // num_flushes
             num_slices = lengths if isinstance(lengths, int) else len(lengths)
-            usual = self._named(self._num_in_flush, counts or num_slices)
-            self.usual = RowOrder(in_flushes(usual, num_flushes), lengths)
+            flush = self._named(self._num_in_flush, counts or num_slices)
+            self.usual = RowOrder(in_flushes(flush, num_flushes), lengths)
         self._num_flushes, self._num_microbatches = num_flushes, options.num_microbatches
         self.is_given = isinstance(schedule, Schedule)  # each rank's order
         self._ragged: dict[tuple[int, ...], Schedule] = {}  # for other numbers of slices than the schedule's

@@ -14,6 +14,7 @@ from slipstream.planner.joint.finalists import FinalistSearch
 from slipstream.planner.joint.joint_plan import JointPlan
 from slipstream.planner.joint.problem import JointProblem
 from slipstream.planner.plan import placement_of
+from slipstream.planner.room import OutOfMemoryError
 from slipstream.schedule import SCHEDULES, Schedule
 
 if TYPE_CHECKING:
@@ -76,10 +77,6 @@ def allowed_placements(problem: JointProblem) -> list[tuple[int, ...]]:
 _ACCOUNTED = 24  # of those that seem to hold least
 _SAVINGS = (("none",), ("stage", "full"), ("stage+full",))  # of memory, by their cost
 _FINALISTS = 3  # placements whose best candidate gets its best order
-
-
-class OutOfMemoryError(SlipstreamError):
-    """No plan that was searched keeps to the memory limit; the message has the remedy."""
 
 
 def find_joint_plan(problem: JointProblem, on_progress: Callable[[float], None] = lambda share: None) -> JointPlan:

@@ -9,11 +9,10 @@ from math import ceil
 
 import numpy as np
 
-from slipstream.errors import SlipstreamError
 from slipstream.planner.order.ordering_problem import StepActions
 from slipstream.planner.ragged.step_problem import StepPlan, StepProblem
-from slipstream.planner.ragged.step_search import NothingFitsError, find_step_plan
-from slipstream.planner.room import Room, first_within
+from slipstream.planner.ragged.step_search import find_step_plan
+from slipstream.planner.room import OutOfMemoryError, Room, first_within
 
 _EFFORTS = (0.6, 0.3, 0.2, 0.2)  # of the tries with less and less room for activations, as shares
 _SPARED = 0.02  # of the limit, on every rank: an order with less room holds other messages, at other times
@@ -44,7 +43,7 @@ def find_plan_within(problem: StepProblem, memory: StepMemory) -> StepPlan:
     the same plan.
 
     Raises:
-        SlipstreamError: where a sequence is too long even so: which, and the remedy.
+        OutOfMemoryError: where a sequence is too long even so: which, and the remedy.
     """
     room = Room(memory.limit, np.array(memory.state), _SPARED * memory.limit)
 
@@ -53,7 +52,7 @@ def find_plan_within(problem: StepProblem, memory: StepMemory) -> StepPlan:
             return None
         try:
             return find_step_plan(replace(problem, room=tuple(room.bytes.tolist()), effort=share * problem.effort))
-        except NothingFitsError:
+        except OutOfMemoryError:
             return None
 
     found = first_within(_EFFORTS, find, lambda plan: room.has_space(np.array(memory.account(plan))))
@@ -85,7 +84,7 @@ def _alone(problem: StepProblem, lengths: Sequence[int], count: int) -> StepPlan
     return StepPlan(tuple((sequence,) for sequence in range(len(lengths))), slices, order)
 
 
-def _too_long(problem: StepProblem, memory: StepMemory) -> SlipstreamError:
+def _too_long(problem: StepProblem, memory: StepMemory) -> OutOfMemoryError:
     """Says which sequence is too long, how long it may be, and other remedies."""
 
     def most(length: int) -> float:
@@ -97,7 +96,7 @@ def _too_long(problem: StepProblem, memory: StepMemory) -> SlipstreamError:
     fitting = bisect_left(lengths, memory.limit, key=most) if most(1) <= memory.limit else 0
     what = f"one of {fitting} tokens would fit" if fitting else "not even one of 1 token would fit"
     needed = ceil(_least(problem, problem.lengths, memory)[1])
-    return SlipstreamError(
+    return OutOfMemoryError(
         f"inputs[{longest}] has {length} tokens, too many for memory.limit={memory.limit:.6g}: {what}, and these "
         f"sequences one after the other need {needed}. Cut it or leave it out, or give memory.limit={needed} or more, "
         "more ranks, or let memory.recompute keep less."

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from slipstream.array_types import Floats, Ints
-from slipstream.errors import SlipstreamError
 from slipstream.planner.order.given_order import given_order
 from slipstream.planner.order.list_scheduling import MeasuredOrder, PriorityRule
 from slipstream.planner.order.makespan_bounds import longest_paths, rank_bounds
@@ -16,6 +15,7 @@ from slipstream.planner.order.quick_orders import GIVEN, QuickOrders, rules_of
 from slipstream.planner.ragged.packing import groupings
 from slipstream.planner.ragged.sliced_step import PackedRows, SlicedStep
 from slipstream.planner.ragged.step_problem import StepPlan, StepProblem
+from slipstream.planner.room import OutOfMemoryError
 from slipstream.schedule import Op
 
 
@@ -92,10 +92,6 @@ _LAGS, _HURRIES, _PATIENCES = (0.5, 1.0, 2.0, 0.0), (-1.0, 0.0, 0.25, 0.5, 1.0),
 _NAMED = 5  # as many times as long a schedule that has a name takes to make
 
 
-class NothingFitsError(SlipstreamError):
-    """No plan that was searched fits the memory; the message says why."""
-
-
 def find_step_plan(problem: StepProblem) -> StepPlan:
     """Returns the plan with the shortest simulated step that the search finds. The same problem gives the same plan.
 
@@ -104,7 +100,7 @@ def find_step_plan(problem: StepProblem) -> StepPlan:
     is scheduled by many rules; or each in the order that is given.
 
     Raises:
-        NothingFitsError: where a sequence is too long for a rank's memory: which, and how long it may be.
+        OutOfMemoryError: where a sequence is too long for a rank's memory: which, and how long it may be.
     """
     return _StepSearch(problem).plan()
 
@@ -146,17 +142,17 @@ class _StepSearch:
                 self.best = found, step, orders
 
 
-def _nothing_fits(problem: StepProblem) -> NothingFitsError:
+def _nothing_fits(problem: StepProblem) -> OutOfMemoryError:
     """Says which sequence is too long, or which microbatch too large, for the memory of some rank."""
     longest = int(np.argmax(problem.lengths))
     length, most = problem.lengths[longest], int(max(problem.most_tokens, 0))
     if length > most:
-        return NothingFitsError(
+        return OutOfMemoryError(
             f"inputs[{longest}] has {length} tokens, but the memory limit leaves room for {most} in a "
             "microbatch. Cut it, or give more memory or more ranks, or let memory.recompute keep less."
         )
     name = "" if problem.given.is_open("schedule") else f" in the order of {problem.given.schedule!r}"
-    return NothingFitsError(
+    return OutOfMemoryError(
         f"nothing that was searched for {len(problem.lengths)} sequences of up to {length} tokens (sequence {longest}) "
         f"fits the memory limit{name}. Leave the schedule, the microbatches and the slices to the plan, or give fewer "
         "or shorter sequences."
