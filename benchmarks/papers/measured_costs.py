@@ -11,7 +11,7 @@ import numpy as np
 from benchmarks.papers.megatron_experts import EAGER, Recipe
 from benchmarks.papers.unfused_attention import UnfusedCosts
 from slipstream.array_types import Floats
-from slipstream.cost import ActionBytes, AttentionCall, CountedCosts, OpCount, PartCount, Stage, Work
+from slipstream.cost import ActionBytes, AttentionCall, CountedCosts, OpCount, PartCount, Sharing, Stage, Work
 from slipstream.schedule import Op
 
 
@@ -24,17 +24,19 @@ class OverlappedCosts(CountedCosts):
     length: int = 0
     num_gathers: int = 1  # of the weights in a step: FSDP's are two for each microbatch
 
-    def _part_reduce_seconds(self, part: PartCount, op: Op, length: Any) -> Any:
-        """Returns what isn't hidden: the first of as many pieces as there are ranks, and what takes longer than the
-        products beside which it runs."""
-        whole = super()._part_reduce_seconds(part, op, length)
-        if not self.overlaps_tensor or not part.attentions:
+    def exchange_seconds(self, way: str, part: PartCount, op: Op, length: Any) -> Any:
+        """Returns what isn't hidden of all-reduces: the first of as many pieces as there are ranks, and what takes
+        longer than the products beside which it runs. Experts' exchanges are those of `expert_seconds`."""
+        if way == "experts":
+            return self.expert_seconds(part, length) if op in (Op.F, Op.R, Op.I) else 0.0
+        whole = super().exchange_seconds(way, part, op, length)
+        if way != "tensor" or not self.overlaps_tensor or not part.attentions:
             return whole
-        tokens = self._tokens(length)
+        tokens = self.sharing.tokens(length)
         products = self.product_seconds(part, part.ops[Op.F if op is Op.R else op], tokens)
         return np.maximum(whole / self.degrees.tensor, whole - products)
 
-    def _part_expert_seconds(self, part: PartCount, length: Any) -> Any:
+    def expert_seconds(self, part: PartCount, length: Any) -> Any:
         """Returns the time of exchanges that send a token once to every device that has some of its experts, and once
         to every node, whose devices pass it on: of k experts on n devices it is n (1 - (1 - 1/n)^k) of them."""
         if not part.experts_per_token:
@@ -42,7 +44,7 @@ class OverlappedCosts(CountedCosts):
         cluster, size = self.cluster, self.degrees.experts
         num_nodes = max(1, size * self.degrees.tensor // cluster.devices_per_domain)
         reached = [n * (1 - (1 - 1 / n) ** part.experts_per_token) for n in (size, num_nodes)]
-        token = self._tokens(length) * self.model.hidden_size * self.model.dtype_bytes / self.degrees.tensor
+        token = self.sharing.tokens(length) * self.model.hidden_size * self.model.dtype_bytes / self.degrees.tensor
         inside = token * reached[0] / cluster.inside.rate() * (1 - 1 / size)
         across = token * reached[1] / cluster.between.rate(cluster.devices_per_node) * (1 - 1 / num_nodes)
         return 2 * (cluster.between.latency * (num_nodes > 1) + np.maximum(inside, across)) * (size > 1)
@@ -65,14 +67,14 @@ class OverlappedCosts(CountedCosts):
 class KorthikantiCosts(UnfusedCosts):
     """Costs of 2022, whose selective recomputation is that of attention's scores."""
 
-    def _part_reduce_seconds(self, part: PartCount, op: Op, length: Any) -> Any:
+    def exchange_seconds(self, way: str, part: PartCount, op: Op, length: Any) -> Any:
         """Returns what isn't hidden. In the backward the sums of input gradients run beside the products of the weight
         gradient; where ranks share tokens, the gathering of output gradients, half of it all, runs beside nothing."""
-        whole = super()._part_reduce_seconds(part, op, length)
-        if op is not Op.I or not part.attentions:
+        whole = super().exchange_seconds(way, part, op, length)
+        if way != "tensor" or op is not Op.I or not part.attentions:
             return whole
         ahead = whole / 2 if self.sequence_parallel else 0.0
-        products = self.product_seconds(part, part.ops[Op.W], self._tokens(length))
+        products = self.product_seconds(part, part.ops[Op.W], self.sharing.tokens(length))
         return ahead + np.maximum(0.0, whole - ahead - products)
 
     def fixed_seconds(self, work: Work) -> Floats:
@@ -131,6 +133,11 @@ class SpreadHeadCosts(OverlappedCosts):
 _GELU_TENSORS = 7  # that its backward holds, of those as wide as its input, before any is freed
 
 
+class _GatheringAgain(Sharing):
+    def wide_activation_bytes(self, part: PartCount, wide: float) -> float:
+        return wide / self.divided.wide
+
+
 @dataclass(frozen=True)
 class Seq1F1BCosts(OverlappedCosts):
     """Costs of Seq1F1B's runs, by its code and logs. Its timers wait for the device before and after each action: the
@@ -144,14 +151,15 @@ class Seq1F1BCosts(OverlappedCosts):
         # A whole backward is the sum of its halves, each of which has brought the host's time of one.
         return seconds - host if op is Op.B else seconds + host
 
-    def _wide_bytes(self, part: PartCount, wide: float) -> float:
-        """Returns a rank's share: Megatron gathers the inputs of products again in the backward."""
-        return wide / self._token_parts
+    @cached_property
+    def sharing(self) -> Sharing:
+        """Megatron's sharing, which gathers the inputs of products again in the backward."""
+        return _GatheringAgain(self.model, self.degrees, self.microbatch_size, self.sequence_parallel)
 
     @cached_property
     def each_context(self) -> Floats:
         """The bytes of keys and values of all slices in one tensor; each slice's own are among its activations."""
-        whole = self.microbatch_size * self._each(self._keys_bytes)
+        whole = self.microbatch_size * self._each(self.sharing.keys_bytes)
         return whole if self.num_slices > 1 else 0 * whole
 
     @cached_property
@@ -163,7 +171,7 @@ class Seq1F1BCosts(OverlappedCosts):
         """Returns the bytes of actions. TorchScript fuses nothing: so much of GELU's backward is there at once, less
         its output, which is freed before. The loss's F has the logits in 16 bits and twice in 32, of which it keeps
         one, in whose place its backward makes their gradient, and then another one in 16 bits."""
-        counted, tokens = super().action_bytes(layers, length), self._tokens(length)
+        counted, tokens = super().action_bytes(layers, length), self.sharing.tokens(length)
         gradient = tokens * self.model.hidden_size * self.model.dtype_bytes
         wide = tokens * self.feed_forward * self.model.dtype_bytes / self.degrees.tensor
         logits = self.logits_gradient_bytes(layers, length)
@@ -194,7 +202,7 @@ class ExpertCosts(OverlappedCosts):
             return seconds
         passes = 1 if op in (Op.F, Op.R) else 1 / 2  # I and W are half a backward each
         if self.recipe.overlap:  # exchanges run beside what another microbatch computes
-            exchange = self._part_expert_seconds(part, length)
+            exchange = self.expert_seconds(part, length)
             seconds = np.maximum(seconds - (0 if op is Op.W else exchange), passes * exchange)
         if self.recipe.graphs == "step":
             return seconds
@@ -216,7 +224,7 @@ class ExpertCosts(OverlappedCosts):
         share = self.cluster.device.attention_efficiency if self.recipe.attention_bits == 8 else 0.0
         return seconds * (1 - share / 2)
 
-    def _part_expert_seconds(self, part: PartCount, length: Any) -> Any:
+    def expert_seconds(self, part: PartCount, length: Any) -> Any:
         if self.recipe.dispatcher == "flex":
-            return super()._part_expert_seconds(part, length)
-        return CountedCosts._part_expert_seconds(self, part, length)
+            return super().expert_seconds(part, length)
+        return CountedCosts.exchange_seconds(self, "experts", part, Op.F, length)

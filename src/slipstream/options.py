@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from math import lcm
+from collections.abc import Iterable, Mapping, Sequence
+from math import lcm, prod
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import (
@@ -137,11 +137,12 @@ class SharedWork(NamedTuple):
     meaning: str
     has_axis: bool = True  # of the mesh; else its ranks are some of those with the same weights
     splits_weights: bool = False  # whether no rank has the whole of a stage's parameters
+    shares_tokens: bool = False  # whether each rank has some of a slice's tokens
 
 
 # In the order of ranks
 SHARED_WORK = (
-    SharedWork("cp", "context", "context_parallel", "ranks that share every slice"),
+    SharedWork("cp", "context", "context_parallel", "ranks that share every slice", shares_tokens=True),
     SharedWork("tp", "tensor", "tensor_parallel", "ranks that share every layer", splits_weights=True),
     SharedWork("ep", "experts", "expert_parallel", "ranks over which experts are spread", False, splits_weights=True),
 )
@@ -158,18 +159,33 @@ class Degrees(NamedTuple):
     @property
     def num_ranks(self) -> int:
         """The least number of ranks that run a stage's actions together."""
-        return self.tensor * lcm(self.context, self.experts)
+        same_weights = self._ranks_of(way for way in SHARED_WORK if way.has_axis and not way.splits_weights)
+        others = (getattr(self, way.degree) for way in SHARED_WORK if not way.has_axis)
+        return self.num_shared // same_weights * lcm(same_weights, *others)
 
-    def held(self, number: float, in_experts: float) -> float:
-        """Returns how many of a stage's parameters, of which some are in experts, each rank holds."""
-        spread = self.experts if self.experts > 1 else self.tensor
-        return (number - in_experts) / self.tensor + in_experts / spread
+    def _ranks_of(self, ways: Iterable[SharedWork]) -> int:
+        return prod(int(getattr(self, way.degree)) for way in ways)
+
+    @property
+    def num_shared(self) -> int:
+        """The ranks that are on the mesh's axes of shared work, next to each other."""
+        return self._ranks_of(way for way in SHARED_WORK if way.has_axis)
+
+    @property
+    def token_ranks(self) -> int:
+        """The ranks that have different tokens of a slice."""
+        return self._ranks_of(way for way in SHARED_WORK if way.shares_tokens)
+
+    @property
+    def exchanging(self) -> Self:
+        """The same without an exchange where nothing is exchanged, by which degrees compare."""
+        return self if self.token_ranks > 1 else self._replace(exchange=UNSHARED.exchange)
 
     @property
     def mesh(self) -> dict[str, int]:
         """The sizes of a mesh's axes but pp, as `make_mesh` takes them, with as few replicas as there may be."""
         sizes = {way.axis: getattr(self, way.degree) for way in SHARED_WORK}
-        return {"dp": self.num_ranks // (self.tensor * self.context)} | sizes
+        return {"dp": self.num_ranks // self.num_shared} | sizes
 
     @property
     def choices(self) -> dict[str, Any]:
@@ -181,7 +197,7 @@ class Degrees(NamedTuple):
         """The settings in a configuration's section `parallel`, without degrees of 1 but for `tensor`."""
         sizes = {name: size for name, size in self._asdict().items() if size != 1 or name == "tensor"}
         exchange = {"context_exchange": sizes.pop("exchange")}
-        return sizes | (exchange if self.context > 1 else {})
+        return sizes | (exchange if self.token_ranks > 1 else {})
 
 
 UNSHARED = Degrees()

@@ -265,7 +265,7 @@ def _schedule_costs(
 
 def _known(source: CostSource, tensor_parallel: int | None, microbatch_size: int | None) -> tuple[int, int]:
     """Returns the degree and the number of sequences, both of which the source has costs of."""
-    degrees = source.tensor_parallel_degrees
+    degrees = source.degrees["tensor"]
     sizes = source.microbatch_sizes
     if tensor_parallel is not None and tensor_parallel not in degrees:
         raise SlipstreamError(

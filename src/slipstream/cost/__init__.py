@@ -1,13 +1,14 @@
 """The costs of a model's work: described hardware, counted operations, measured profiles, and what changes them."""
 
+from slipstream.cost.action_bytes import ActionBytes
 from slipstream.cost.cluster import SHIPPED, Cluster, Device, LinkKind, load_cluster
-from slipstream.cost.costs import NO_LINK, ActionBytes, Costs, LinkTime, Numbers
+from slipstream.cost.costs import NO_LINK, Costs, LinkTime, Numbers
 from slipstream.cost.counted import CountedCosts
 from slipstream.cost.fit import AttentionWindow, SlicePoint, TimeFit, find_windows, fit_times
 from slipstream.cost.measured import MeasuredCosts, profile_behind
 from slipstream.cost.measured_stages import choose_stages
 from slipstream.cost.memory import NOTHING_BESIDE, HeldBeside, head_part_memory, memory_table
-from slipstream.cost.mode import Mode, PartlyTrained, WithoutHead, WithoutLookups, innermost
+from slipstream.cost.mode import Mode, PartlyTrained, WithoutHead, WithoutLookups
 from slipstream.cost.operation_counts import (
     FLOAT32_STATE,
     Amount,
@@ -27,6 +28,18 @@ from slipstream.cost.profile import (
     Profile,
     load_profile,
 )
+from slipstream.cost.sharing import (
+    EXCHANGES,
+    WAYS,
+    Copies,
+    Divided,
+    Exchange,
+    Sharing,
+    all_degrees,
+    divided_by,
+    possible_exchanges,
+    with_exchange,
+)
 from slipstream.cost.sources import (
     AnalyticSource,
     CostSource,
@@ -44,7 +57,6 @@ from slipstream.cost.typical_cluster import (
 )
 from slipstream.cost.work import (
     BY_LAYER,
-    EXCHANGES,
     OPS,
     REPLAYED,
     WITH_MESSAGES,
@@ -59,4 +71,4 @@ from slipstream.cost.work import (
     parts_of,
     unit_bounds,
 )
-from slipstream.options import UNSHARED, Degrees
+from slipstream.options import SHARED_WORK, UNSHARED, Degrees

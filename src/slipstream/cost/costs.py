@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -17,8 +17,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from slipstream.array_types import Floats
+from slipstream.cost.action_bytes import ActionBytes
+from slipstream.cost.profile import Profile
+from slipstream.cost.sharing import EXCHANGES, Copies, Divided, divided_by
 from slipstream.cost.work import (
-    EXCHANGES,
     OPS,
     WITH_MESSAGES,
     Stage,
@@ -32,30 +34,6 @@ from slipstream.errors import SlipstreamError
 from slipstream.options import UNSHARED, Degrees
 from slipstream.schedule import BACKWARDS, Op
 from slipstream.simulator import TableCost
-
-
-@dataclass(frozen=True)
-class ActionBytes:
-    """The bytes of a stage's actions on a slice. Messages, keys and values, and weight gradients are counted apart.
-
-    Args:
-        kept: those that F keeps for the backward.
-        deferred: those that I leaves for W, output gradients among it, less those of F's that it frees.
-        peaks: the most that F needs above those it keeps, and B, I and W above those in use before.
-        alone: the most that F holds where it keeps nothing.
-    """
-
-    kept: float
-    deferred: float
-    peaks: Mapping[Op, float]
-    alone: float = 0.0
-
-    @classmethod
-    def estimated(cls, kept: float, made: float, num_layers: int, passing: float = 0.0) -> ActionBytes:
-        """Returns the bytes where only those that F keeps are known, those that a backward makes before it frees any,
-        and those that pass in both: W needs all that F kept, and a layer's F holds what it would keep."""
-        peaks = {Op.F: passing, Op.B: made + passing, Op.I: made + passing, Op.W: 0.0}
-        return cls(kept, 0.0, peaks, kept / num_layers + passing)
 
 
 class LinkTime(NamedTuple):
@@ -128,9 +106,41 @@ class Costs(ABC):
         return 0
 
     @property
+    def is_tied(self) -> bool:
+        """Whether the head's matrix embeds the tokens, too."""
+        return False
+
+    @property
     def degrees(self) -> Degrees:
         """By how many ranks a stage's work is shared."""
         return UNSHARED
+
+    @property
+    def divided(self) -> Divided:
+        """Among how many of these ranks each quantity is divided."""
+        return divided_by(self.degrees)
+
+    @property
+    def measured_profile(self) -> Profile | None:
+        """The profile whose measured times they are, None where times weren't measured."""
+        return None
+
+    # --- what a search may take for granted --------------------------------------------------------------------------
+
+    @property
+    def whole_is_least(self) -> bool:
+        """Whether a whole sequence takes no longer than its slices do together, however it is cut."""
+        return False
+
+    def least_seconds(self, length: int) -> float:
+        """Returns the least seconds of forward and backward of all parts on a sequence, however it is cut; 0 where
+        slices may be faster by an unknown amount."""
+        return 0.0
+
+    @property
+    def deserves_table(self) -> bool:
+        """Whether a search of many slices is faster with a table of the seconds, made once."""
+        return False
 
     # --- seconds of a part of each kind ------------------------------------------------------------------------------
 
@@ -235,9 +245,8 @@ class Costs(ABC):
         """The bytes of an updated parameter that the ranks of a sharded optimizer gather."""
         return float(self.dtype_bytes)
 
-    def spread_seconds(self, shared: float, in_experts: float, copies: int) -> float:
-        """Returns the time in which `copies` ranks with the same weights gather, or reduce-scatter, so many bytes, and
-        the ranks with the same experts those of their experts."""
+    def gathering_seconds(self, num_bytes: float, copies: Copies) -> float:
+        """Returns the time in which ranks with the same weights gather, or reduce-scatter, so many bytes."""
         return 0.0
 
     def update_seconds(self, trained: float, optimized: float) -> float:
@@ -422,7 +431,8 @@ class Costs(ABC):
         that have the same weights, but those of experts over the ranks that have the same experts."""
         in_experts = float(total(self.count(stage), self.each_number.trained_in_experts))
         shared = self.num_trained(stage) - in_experts
-        return self.spread_seconds(num_bytes * shared, num_bytes * in_experts, copies)
+        both = zip((shared, in_experts), self.divided.copies(copies), strict=True)
+        return sum(self.gathering_seconds(num_bytes * number, ranks) for number, ranks in both)
 
     def optimizer_step_seconds(self, stage: Stage, shards: int = 1) -> float:
         """Returns the time of AdamW whose state is spread over `shards` ranks."""

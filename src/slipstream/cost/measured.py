@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from slipstream.array_types import Floats
-from slipstream.cost.costs import NO_LINK, ActionBytes, Costs, LinkTime, Numbers, total
-from slipstream.cost.mode import innermost
+from slipstream.cost.action_bytes import ActionBytes
+from slipstream.cost.costs import NO_LINK, Costs, LinkTime, Numbers, total
 from slipstream.cost.profile import MeasuredStage, Profile
+from slipstream.cost.sharing import Copies
 from slipstream.cost.work import OPS, Stage, Work
 from slipstream.errors import SlipstreamError
 from slipstream.options import Degrees
@@ -58,6 +59,10 @@ class MeasuredCosts(Costs):
     @property
     def degrees(self) -> Degrees:
         return self.profile.degrees
+
+    @property
+    def measured_profile(self) -> Profile:
+        return self.profile
 
     # --- seconds -----------------------------------------------------------------------------------------------------
 
@@ -134,14 +139,14 @@ class MeasuredCosts(Costs):
         return ActionBytes(kept, deferred, peaks, alone)
 
     def logits_gradient_bytes(self, stage: Stage, length: int) -> float:
-        vocabulary = self.vocab_size / (self.degrees.tensor * self.degrees.context)
+        vocabulary = self.vocab_size / (self.divided.width * self.divided.tokens)
         return 4 * self.microbatch_size * length * vocabulary if self.has_head(stage) else 0.0
 
     # --- messages and state ------------------------------------------------------------------------------------------
 
     def message_bytes(self, length: Any) -> Any:
         # The rank with the most tokens of a slice counts.
-        num_tokens = -(-length // self.degrees.context)
+        num_tokens = -(-length // self.divided.tokens)
         return self.microbatch_size * num_tokens * self.profile.model.hidden_size * self.dtype_bytes
 
     def handling_seconds(self, length: Any) -> Any:
@@ -167,16 +172,12 @@ class MeasuredCosts(Costs):
     def gradient_bytes(self) -> float:
         return max(_GRADIENT, self.dtype_bytes)
 
-    def spread_seconds(self, shared: float, in_experts: float, copies: int) -> float:
+    def gathering_seconds(self, num_bytes: float, copies: Copies) -> float:
         """Returns the time in which a ring passes on so many bytes."""
-        link = self.profile.link
-        if link is None:
+        link, ranks = self.profile.link, copies.num_ranks
+        if link is None or not num_bytes or ranks == 1:
             return 0.0
-        seconds = 0.0
-        for num_bytes, ranks in ((shared, copies), (in_experts, max(1, copies // self.degrees.experts))):
-            if num_bytes and ranks > 1:
-                seconds += (ranks - 1) * (link.latency + num_bytes / ranks / link.ring_bandwidth)
-        return seconds
+        return (ranks - 1) * (link.latency + num_bytes / ranks / link.ring_bandwidth)
 
     def update_seconds(self, trained: float, optimized: float) -> float:
         return self.profile.optimizer_seconds * optimized
@@ -185,6 +186,6 @@ class MeasuredCosts(Costs):
 def profile_behind(costs: Costs | None) -> Profile:
     """Returns the profile of measured costs, also of those that a Mode has changed."""
     assert costs is not None
-    measured = innermost(costs)
-    assert isinstance(measured, MeasuredCosts)
-    return measured.profile
+    profile = costs.measured_profile
+    assert profile is not None
+    return profile

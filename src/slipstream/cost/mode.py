@@ -1,8 +1,12 @@
 """What changes the costs of a model: how it is trained, and what is kept where.
 
-A Mode wraps costs and is costs. It states the values of a part of every kind that differ; all else follows. Modes are
-applied in this order: what is trained (`PartlyTrained`), then which weights are elsewhere (`WithoutHead`,
-`WithoutLookups`).
+A Mode wraps costs and is costs. It states the values of a part of every kind that differ; all else follows. What
+changes costs is applied in this order:
+
+1. Who shares the work: to what is counted, before any speed is known (`slipstream.cost.sharing`). Measured times are
+   those of one rank already.
+2. What is trained: of counted models by the counts, of measured times by `PartlyTrained`.
+3. Which weights are elsewhere: `WithoutHead`, `WithoutLookups`, in either order.
 """
 
 from __future__ import annotations
@@ -15,8 +19,11 @@ from typing import Any
 import numpy as np
 
 from slipstream.array_types import Floats
-from slipstream.cost.costs import ActionBytes, Costs, LinkTime, Numbers
+from slipstream.cost.action_bytes import ActionBytes
+from slipstream.cost.costs import Costs, LinkTime, Numbers
 from slipstream.cost.operation_counts import ModelCount, PartCount
+from slipstream.cost.profile import Profile
+from slipstream.cost.sharing import Copies, Divided
 from slipstream.cost.work import OPS, Stage, StageParts, Work
 from slipstream.options import Degrees
 from slipstream.schedule import Op
@@ -60,6 +67,29 @@ class Mode(Costs):
     @property
     def degrees(self) -> Degrees:
         return self.costs.degrees
+
+    @property
+    def divided(self) -> Divided:
+        return self.costs.divided
+
+    @property
+    def is_tied(self) -> bool:
+        return self.costs.is_tied
+
+    @property
+    def measured_profile(self) -> Profile | None:
+        return self.costs.measured_profile
+
+    @property
+    def whole_is_least(self) -> bool:
+        return self.costs.whole_is_least
+
+    def least_seconds(self, length: int) -> float:
+        return self.costs.least_seconds(length)
+
+    @property
+    def deserves_table(self) -> bool:
+        return self.costs.deserves_table
 
     def each_seconds(self, work: Work) -> Floats:
         return self.costs.each_seconds(work)
@@ -132,18 +162,11 @@ class Mode(Costs):
     def gathered_bytes(self) -> float:
         return self.costs.gathered_bytes
 
-    def spread_seconds(self, shared: float, in_experts: float, copies: int) -> float:
-        return self.costs.spread_seconds(shared, in_experts, copies)
+    def gathering_seconds(self, num_bytes: float, copies: Copies) -> float:
+        return self.costs.gathering_seconds(num_bytes, copies)
 
     def update_seconds(self, trained: float, optimized: float) -> float:
         return self.costs.update_seconds(trained, optimized)
-
-
-def innermost(costs: Costs) -> Costs:
-    """Returns the costs that no Mode has changed."""
-    while isinstance(costs, Mode):
-        costs = costs.costs
-    return costs
 
 
 @dataclass(frozen=True)
@@ -191,7 +214,7 @@ class PartlyTrained(Mode):
     def _held(self, value: Callable[[PartCount], tuple[float, float]]) -> tuple[Floats, Floats]:
         """Returns a rank's share of a number of a part of each kind, in all and in experts: with all weights trained,
         and with the trained ones."""
-        held = [[self.degrees.held(*value(count)) for count in pair] for pair in self._pairs]
+        held = [[self.divided.held(*value(count)) for count in pair] for pair in self._pairs]
         whole, part = np.array(held, float).T
         return whole, part
 
@@ -240,7 +263,7 @@ class PartlyTrained(Mode):
         numbers = self.costs.each_number.all[self._measured] + (now - before).round()
         _, frozen = self._held(lambda part: (part.num_frozen, part.num_in_experts - part.num_trained_in_experts))
         _, in_experts = self._held(lambda part: (part.num_trained_in_experts, part.num_trained_in_experts))
-        spread = in_experts.round() * (self.degrees.experts > 1)
+        spread = in_experts.round() * (self.divided.experts > 1)
         return Numbers(numbers, np.maximum(0.0, numbers - frozen.round()), spread)
 
     def each_weight(self, each: float) -> Floats:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import gcd
@@ -12,7 +12,6 @@ from typing import Any
 from slipstream.cost.fit import AttentionWindow
 from slipstream.cost.work import Stage, part_kinds, parts_of
 from slipstream.number_format import NF4, find_format
-from slipstream.options import Degrees, numbers_exchanged
 from slipstream.schedule import Op
 
 
@@ -230,30 +229,6 @@ class ModelCount:
         """The numbers of ranks that can have equally many attention heads of every layer."""
         calls = [call for part in self.layers for call in part.attentions]
         return tuple(n for n in range(1, self.fewest_heads + 1) if all(call.num_heads % n == 0 for call in calls))
-
-    def exchanges(self, tensor: int, context: int, asked: Collection[str] | None = None) -> tuple[str, ...]:
-        """Returns the exchanges of ranks that share slices, of those `asked` for: heads where all ranks can have as
-        many, and keys. By default these only where they are fewer bytes, or heads don't divide."""
-        if context == 1:
-            return ("heads",)
-        heads = keys = 0.0
-        for count, part in self.counted(self.whole):
-            for call in part.attentions:
-                sizes = call.num_heads // tensor, call.key_heads_of_rank(tensor)
-                widening = max(4, self.dtype_bytes) / self.dtype_bytes
-                moved = numbers_exchanged(*sizes, context, widening)
-                heads, keys = heads + count * moved[0], keys + count * moved[1]
-        divides = tensor * context in self.head_shares
-        wanted = asked or ("heads", *["keys"] * (keys < heads or not divides))
-        return tuple(kind for kind in wanted if kind == "keys" or divides)
-
-    def exchanging(self, degrees: Degrees, is_whole: bool) -> Degrees:
-        """Returns degrees in which "auto" is the exchange of a run without a plan, of sequences of one slice or
-        several."""
-        if degrees.exchange != "auto":
-            return degrees
-        kinds = self.exchanges(degrees.tensor, degrees.context)
-        return degrees._replace(exchange=kinds[0 if is_whole else -1])
 
     def parts_of(self, stage: Stage) -> range:
         """Returns the numbers of a stage's parts: 0 is the embedding, the last the head."""

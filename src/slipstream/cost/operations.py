@@ -38,17 +38,14 @@ class CountedOperations(CountedParts):
             return sum(self._part_operations(part, half, length, context) for half in (Op.I, Op.W))
         op = Op.F if op is Op.R else op
         calls = [call for call in part.attentions if op is Op.F or (op is Op.I and call.has_gradient)]
-        scores = sum(self.attention_operations(call, op, length, context) for call in calls)
-        return part.ops[op].flops.at(self._tokens(length)) / self.degrees.tensor + scores
+        scores = sum(self.sharing.score_operations(call, op, length, context) for call in calls)
+        return self.sharing.flops(part.ops[op], self.sharing.tokens(length)) + scores
 
     def each_selective_replay(self, work: Work) -> Floats:
         return self._rows(lambda part: 0.0, work)
 
     def link(self, num_ranks: int, replicas: int = 1) -> LinkTime:
         return NO_LINK
-
-    def spread_seconds(self, shared: float, in_experts: float, copies: int) -> float:
-        return 0.0
 
     def update_seconds(self, trained: float, optimized: float) -> float:
         return 0.0

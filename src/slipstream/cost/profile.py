@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from slipstream.array_types import Floats
-from slipstream.cost.costs import ActionBytes
+from slipstream.cost.action_bytes import ActionBytes
 from slipstream.cost.fit import FittedTime, SlicePoint, TimeFit
 from slipstream.cost.measured_stages import combine, stage_row
 from slipstream.cost.work import OPS, Stage, layer_of, part_kinds, parts_of, unit_names

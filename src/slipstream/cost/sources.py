@@ -12,12 +12,16 @@ from slipstream.cost.counted import CountedCosts
 from slipstream.cost.measured import MeasuredCosts
 from slipstream.cost.operation_counts import ModelCount, StateBytes
 from slipstream.cost.profile import Profile
+from slipstream.cost.sharing import WAYS, possible_degrees, possible_exchanges, refused_ways
 from slipstream.errors import SlipstreamError
 from slipstream.options import SHARED_WORK, Degrees
 
 _COUNTED_ALONE: Mapping[str, str] = MappingProxyType(
     {"vocabulary": "Counts don't say whether a head can be spread: plan from the model's configuration."}
 )
+
+
+_TIED = "The head is tied to the embedding, and their shards would be updated separately."
 
 
 class HostMemorySpec(NamedTuple):
@@ -61,31 +65,15 @@ class AnalyticSource:
         self.host = HostMemorySpec(rate, cluster.host.latency, cluster.device.host_memory)
         self.dtype, self.state = model.dtype, StateBytes.of(model.dtype)
         self.num_experts = model.num_experts
-        self.refusals = self._refused_by_counts() | dict(refusals)
-        calls = [call for part in model.layers for call in part.attentions]
-        sharing = model.head_shares
-        keys = {call.num_key_value_heads for call in calls}
-        self.tensor_parallel_degrees = tuple(t for t in sharing if all(k % t == 0 or t % k == 0 for k in keys))
-        # Any of them may gather keys.
-        doublings = {2**n for n in range(model.fewest_heads.bit_length())}
-        shared = (1,) if "context_parallel" in self.refusals else tuple(sorted({*sharing, *doublings}))
-        self.context_parallel_degrees = shared
-        spread = tuple(e for e in range(1, self.num_experts + 1) if self.num_experts % e == 0)
-        self.expert_parallel_degrees = (1,) if "expert_parallel" in self.refusals else spread
+        self.refusals = refused_ways(model) | dict(refusals)
+        if model.tied:
+            self.refusals.setdefault("shard", _TIED)
+        self.degrees = possible_degrees(model, self.refusals)  # by the fields of `Degrees`
         cluster.device.matmul_flops(model.dtype)  # raises where the dtype has no peak
 
-    def _refused_by_counts(self) -> dict[str, str]:
-        """Returns why ranks can't share slices or experts, or shard parameters, as far as the model's counts tell."""
-        refusals = {} if self.num_experts else {"expert_parallel": "The model has no experts that can be spread."}
-        if any(part.state_bytes for part in self.model.layers):
-            refusals["context_parallel"] = "The model's layers carry states from slice to slice."
-        if self.model.tied:
-            refusals["shard"] = "The head is tied to the embedding, and their shards would be updated separately."
-        return refusals
-
-    def exchanges(self, tensor: int, context: int, asked: Collection[str] | None = None) -> tuple[str, ...]:
+    def exchanges(self, degrees: Degrees, asked: Collection[str] | None = None) -> tuple[str, ...]:
         """Returns the exchanges of ranks that share slices, of those `asked` for."""
-        return self.model.exchanges(tensor, context, asked)
+        return possible_exchanges(self.model, degrees, asked)
 
     def slice_range(self, seq_len: int) -> tuple[int, int]:
         """Returns the lengths of the shortest and the longest slice whose times are known."""
@@ -161,8 +149,7 @@ class ProfileSource:
         self.hardware = profile.hardware.cpu if profile.hardware.device == "cpu" else profile.hardware.device
         shared = profile.degrees
         self.kinds, self.num_devices = profile.kinds, num_ranks * shared.num_ranks
-        self.tensor_parallel_degrees, self.context_parallel_degrees = (shared.tensor,), (shared.context,)
-        self.expert_parallel_degrees = (shared.experts,)
+        self.degrees = {name: (getattr(shared, name),) for name in WAYS}
         alone = [each for each in SHARED_WORK if getattr(shared, each.degree) == 1 and each.degree != "tensor"]
         again = "Its times weren't measured: profile again with"
         self.refusals = {each.choice: f"{again} --{each.axis}." for each in alone}
@@ -172,8 +159,9 @@ class ProfileSource:
         self.dtype, self.state = profile.dtype, StateBytes.of("float32")
         self.sequence_parallel = profile.sequence_parallel
 
-    def exchanges(self, tensor: int, context: int, asked: Collection[str] | None = None) -> tuple[str, ...]:
-        return (self.profile.degrees.exchange,) if context == self.profile.degrees.context else ()
+    def exchanges(self, degrees: Degrees, asked: Collection[str] | None = None) -> tuple[str, ...]:
+        known = self.profile.degrees
+        return (known.exchange,) if degrees == known._replace(exchange=degrees.exchange) else ()
 
     def slice_range(self, seq_len: int) -> tuple[int, int]:
         if seq_len > self.profile.seq_len:

@@ -136,8 +136,6 @@ def check_partition(partition: Sequence[float], num_layers: int, units_per_layer
 
 
 OPS = (Op.F, Op.B, Op.I, Op.W)  # the ops that have times of their own; R takes as long as F
-# whose exchanges take time within actions: of ranks that share layers, slices and experts
-EXCHANGES = ("tensor parallel", "context parallel", "expert parallel")
 WITH_MESSAGES = (Op.F, Op.B, Op.I)  # the ops whose inputs and results travel between stages
 
 

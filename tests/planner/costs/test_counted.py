@@ -6,8 +6,8 @@ Of any model counted they do: halves to layers, units to stages and to the whole
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache, partial, reduce
-from itertools import accumulate, permutations, product
+from functools import cache
+from itertools import accumulate, product
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,6 @@ from slipstream.cost import (
     AnalyticSource,
     AttentionCall,
     AttentionWindow,
-    Costs,
     CountedCosts,
     Degrees,
     ModelCount,
@@ -31,8 +30,6 @@ from slipstream.cost import (
     PartCount,
     StageParts,
     StateBytes,
-    WithoutHead,
-    WithoutLookups,
     Work,
     load_cluster,
     partition_of,
@@ -237,11 +234,20 @@ def test_keys_are_gathered_where_that_is_less_or_heads_do_not_divide() -> None:
     """In bfloat16, keys move less where 3 g Hkv < 2 (Hq + lcm(Hkv, g)): of 4 and 2 heads never, of 4 and 1 always, and
     of 12 and 4 where each of 3 ranks would get all 4."""
     many, one, odd = (source_of_heads(*heads) for heads in ((4, 2), (4, 1), (12, 4)))
-    assert [odd.exchanges(1, ranks) for ranks in (2, 3)] == [("heads", "keys"), ("heads", "keys")]
-    assert [many.exchanges(1, ranks) for ranks in (1, 2, 3, 4)] == [("heads",), ("heads",), ("keys",), ("heads",)]
-    assert [one.exchanges(1, ranks) for ranks in (2, 3, 4)] == [("heads", "keys"), ("keys",), ("heads", "keys")]
-    assert many.exchanges(1, 2, ("keys",)) == ("keys",)
-    assert many.exchanges(1, 3, ("heads",)) == ()
+    assert [odd.exchanges(Degrees(context=ranks)) for ranks in (2, 3)] == [("heads", "keys"), ("heads", "keys")]
+    assert [many.exchanges(Degrees(context=ranks)) for ranks in (1, 2, 3, 4)] == [
+        ("heads",),
+        ("heads",),
+        ("keys",),
+        ("heads",),
+    ]
+    assert [one.exchanges(Degrees(context=ranks)) for ranks in (2, 3, 4)] == [
+        ("heads", "keys"),
+        ("keys",),
+        ("heads", "keys"),
+    ]
+    assert many.exchanges(Degrees(context=2), ("keys",)) == ("keys",)
+    assert many.exchanges(Degrees(context=3), ("heads",)) == ()
 
 
 def source_of_heads(queries: int, keys: int) -> AnalyticSource:
@@ -254,7 +260,7 @@ def test_plans_gather_keys_where_runs_do() -> None:
         group.size = ranks
         query, key = (torch.empty(1, heads, 1, 1, dtype=torch.float16) for heads in (queries, keys))
         run = "heads" if SliceExchange(group, ()).moves_heads(query, key, is_whole=False) else "keys"
-        assert source_of_heads(queries, keys).exchanges(1, ranks)[-1] == run, (queries, keys, ranks)
+        assert source_of_heads(queries, keys).exchanges(Degrees(context=ranks))[-1] == run, (queries, keys, ranks)
 
 
 def test_ranks_that_share_layers_have_whole_heads_of_keys() -> None:
@@ -262,8 +268,8 @@ def test_ranks_that_share_layers_have_whole_heads_of_keys() -> None:
     share the layer, though they can exchange its heads."""
     assert [replace(CALL, num_heads=6).key_heads_of_rank(ranks) for ranks in (1, 2, 3, 6)] == [2, 1, 2, 1]
     source = source_of_heads(6, 2)
-    assert source.tensor_parallel_degrees == (1, 2, 6)
-    assert source.context_parallel_degrees == (1, 2, 3, 4, 6)
+    assert source.degrees["tensor"] == (1, 2, 6)
+    assert source.degrees["context"] == (1, 2, 3, 4, 6)
 
 
 def test_expert_parallelism_spreads_weights_and_sends_rows_there_and_back() -> None:
@@ -458,24 +464,3 @@ def test_a_partition_is_read_back_from_its_parts(counts: list[int], first: bool,
     assert list(partition_of(bounds, 2)) == partition
     assert all(start < stop for start, stop in stages)
     assert [*accumulate(partition)][-1] == num_layers
-
-
-def test_modes_of_what_is_elsewhere_commute() -> None:
-    """What a part costs is the same whichever of them is applied first; what is trained comes before both."""
-    costs = CountedCosts(counted("llama"), load_cluster("h100-dgx"))
-    modes = (WithoutHead, WithoutLookups, partial(Tabulated, seq_len=SEQ_LEN, cuts=Cuts(1)))
-    work = Work.of_slices(Op.B, (SEQ_LEN // 2, SEQ_LEN // 2))
-
-    def told(wrapped: Costs) -> list[np.ndarray]:
-        parts = list(wrapped.parts)
-        numbers = [each[parts] for each in wrapped.each_number]
-        times = [wrapped.each_seconds(work)[parts], wrapped.fixed_seconds(work)]
-        return [*times, *numbers, wrapped.each_weight(2)[parts], wrapped.each_activation(work.lengths)[parts]]
-
-    orders = [told(reduce(lambda inner, mode: mode(inner), order, costs)) for order in permutations(modes)]
-    plain = told(costs)
-    for order in orders:
-        for one, other in zip(orders[0], order, strict=True):
-            np.testing.assert_array_equal(one, other)
-        assert not order[0][-1].any()  # the head takes no time
-        assert order[2][0] < plain[2][0]  # the embedding has fewer parameters

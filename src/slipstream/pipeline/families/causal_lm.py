@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from slipstream.cost import AnalyticSource, typical_cluster
+from slipstream.cost import AnalyticSource, typical_cluster, with_exchange
 from slipstream.errors import SlipstreamError
 from slipstream.model import (
     IGNORED,
@@ -248,7 +248,7 @@ class CausalLMFamily(ModelFamily):
 
         def problem(length: int, num_rows: int) -> JointProblem:
             asked = replace(request, seq_len=length, microbatch_size=num_rows)
-            shared = source().model.exchanging(degrees, is_whole=False)
+            shared = with_exchange(source().model, degrees, is_whole=False)
             return replace(
                 asked.problem(source().costs(shared, num_rows), length), split=may_split(options, self.compiled)
             )

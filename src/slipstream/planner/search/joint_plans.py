@@ -14,7 +14,7 @@ from itertools import product
 from math import inf
 from operator import attrgetter
 
-from slipstream.cost import BY_LAYER, CountedCosts, Degrees
+from slipstream.cost import BY_LAYER, Degrees
 from slipstream.errors import SlipstreamError
 from slipstream.planner.joint import JointPlan, JointProblem, Tabulated, Vocabulary, find_vocabulary_plan
 from slipstream.planner.plan import AUTO, Plan
@@ -89,7 +89,7 @@ def _problem(space: PlanSpace, start: Plan, best: float) -> JointProblem:
     num_microbatches, costs = space.shape(start).num_microbatches, space.costs(start.degrees, start.microbatch_size)
     cuts = space.choices.cuts.with_long_ends(space.seq_len)
     return JointProblem(
-        costs=Tabulated(costs, space.seq_len, cuts) if isinstance(costs, CountedCosts) else costs,
+        costs=Tabulated(costs, space.seq_len, cuts) if costs.deserves_table else costs,
         state=space.source.state,
         replicas=start.data_parallel,
         optimizer_shards=start.optimizer_shards,
@@ -105,7 +105,7 @@ def _problem(space: PlanSpace, start: Plan, best: float) -> JointProblem:
         split=not _saves(start),  # the factors of weight gradients stay on the device until then
         effort=_EFFORT,
         most_seconds=best - float(space.tails(start).sum(axis=0).min()),
-        tied=isinstance(costs, CountedCosts) and costs.model.tied,
+        tied=costs.is_tied,
     )
 
 

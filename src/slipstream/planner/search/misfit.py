@@ -8,6 +8,7 @@ from math import ceil
 from operator import itemgetter
 from typing import Any
 
+from slipstream.cost import WAYS
 from slipstream.errors import SlipstreamError
 from slipstream.planner.plan import CHOICES, Plan
 from slipstream.planner.search.plan_options import PlanOptions
@@ -33,10 +34,7 @@ def nothing_divides(space: PlanSpace) -> SlipstreamError:
     """Returns the error that names the degree that is impossible by itself, or beside the others that are given."""
     source, options, sequences = space.source, space.options, plural(space.global_batch, "sequence")
     devices, layers = plural(source.num_devices, "device"), plural(len(source.kinds), "layer")
-    rules = {
-        "tensor_parallel": f"must divide the {devices} and every layer's heads",
-        "context_parallel": f"must divide the {devices} and leave each rank enough tokens of {space.seq_len}",
-        "expert_parallel": "must divide every layer's experts, and data_parallel times context_parallel",
+    rules = {way.named.choice: way.rule.format(devices=devices, seq_len=space.seq_len) for way in WAYS.values()} | {
         "pipeline_parallel": f"must divide the {devices} and be at most the {layers}",
         "data_parallel": f"must divide the {devices} and the batch of {sequences}",
     }
@@ -44,8 +42,9 @@ def nothing_divides(space: PlanSpace) -> SlipstreamError:
     texts = {name: f"{name}={','.join(map(str, values))}" for name, values in given.items()}
 
     def meshes(allowed: dict[str, Any]) -> Iterator[Plan]:
-        # Ranks that share layers may be on several nodes where that was asked for.
-        degrees: dict[str, Any] = dict.fromkeys(rules) | {"tensor_parallel": source.tensor_parallel_degrees}
+        # Ranks that stay inside of a node may be on several where that was asked for.
+        asked = {way.named.choice: source.degrees[name] for name, way in WAYS.items() if way.stays_inside}
+        degrees: dict[str, Any] = dict.fromkeys(rules) | asked
         return PlanSpace(source, space.seq_len, space.global_batch, options.changed(**degrees | allowed)).meshes()
 
     alone = [name for name in rules if name in given and next(meshes({name: given[name]}), None) is None]

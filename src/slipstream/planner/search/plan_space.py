@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, partial
-from itertools import product, starmap
 from math import gcd, inf, prod
 
 import numpy as np
@@ -13,12 +12,14 @@ import numpy as np
 from slipstream.array_types import Floats
 from slipstream.cost import (
     BY_LAYER,
-    OPS,
     REPLAYED,
+    SHARED_WORK,
+    WAYS,
     CostSource,
-    CountedCosts,
     Degrees,
     Stage,
+    all_degrees,
+    divided_by,
     kinds_by_layer,
     partition_of,
     parts_of,
@@ -42,7 +43,7 @@ from slipstream.planner.search.plan_options import PlanOptions
 from slipstream.planner.search.schedule_shape import ScheduleShape, cached_schedule, with_savings
 from slipstream.planner.search.slice_choices import SliceChoices, sequence_seconds
 from slipstream.planner.search.stage_times import Slicing, StageTimes, first_others_last, part_times, stage_times
-from slipstream.schedule import SCHEDULES, Op, Schedule, ScheduleKind
+from slipstream.schedule import SCHEDULES, Schedule, ScheduleKind
 from slipstream.schedule.action_arrays import ActionArrays
 
 USABLE = 0.95  # of a device's memory: fragments, libraries and all that isn't counted take the rest
@@ -64,7 +65,7 @@ class PlanSpace:
         self._partition, self._times = cache(self._compute_partition), cache(self._compute_times)
         self._tails, self.sizes = cache(tail_seconds), cache(self._sizes)
         self._gradients, self._whole = cache(reduction_seconds), cache(self._whole_seconds)
-        self._columns, self._work = cache(self._part_columns), cache(self._whole_work)
+        self._columns, self._work = cache(self._part_columns), cache(self._least_work)
         self._state, self._placed = cache(self._state_bytes), cache(self._place)
         self._alike: dict[tuple[tuple[int, ...], ...], Stage] = {}
         self.found: dict[Plan, JointPlan] = {}  # by the joint search
@@ -78,11 +79,11 @@ class PlanSpace:
         """
         num_devices, num_layers, allows = self.source.num_devices, len(self.source.kinds), self.options.allows
         for degrees in self._degrees():
-            together = degrees.tensor * degrees.context
+            together = degrees.num_shared
             for pipeline in _divisors(num_devices // together) if num_devices % together == 0 else ():
                 data = num_devices // together // pipeline
                 fits = pipeline <= num_layers and self.global_batch % data == 0
-                fits = fits and data * degrees.context % degrees.experts == 0
+                fits = fits and data * together % degrees.num_ranks == 0
                 if fits and allows("pipeline_parallel", pipeline) and allows("data_parallel", data):
                     sizes = self._microbatch_sizes(self.global_batch // data)
                     meshes = (_mesh(degrees, pipeline, data, size) for size in sizes)
@@ -91,31 +92,26 @@ class PlanSpace:
     def _shares_for_nothing(self, mesh: Plan) -> bool:
         """Returns whether ranks share slices of microbatches that they could have parts of instead: with more replicas
         and fewer sequences in each microbatch they would have as many tokens, and exchange less."""
-        context, data, size = mesh.context_parallel, mesh.data_parallel, mesh.microbatch_size
-        allows = self.options.allows
+        data, size, allows = mesh.data_parallel, mesh.microbatch_size, self.options.allows
         return any(
-            context // parts in self.source.context_parallel_degrees
-            and allows("context_parallel", context // parts)
+            degree // parts in self.source.degrees[way.degree]
+            and allows(way.choice, degree // parts)
             and allows("data_parallel", data * parts)
             and size // parts in self._microbatch_sizes(self.global_batch // (data * parts))
-            for parts in _divisors(gcd(context, size))[1:]
+            for way, degree in ((way, getattr(mesh.degrees, way.degree)) for way in SHARED_WORK if way.shares_tokens)
+            for parts in _divisors(gcd(degree, size))[1:]
         )
 
     def _degrees(self) -> Iterator[Degrees]:
-        """Yields the numbers of ranks that can share layers, slices and experts, with their exchange."""
+        """Yields the numbers of ranks that can share work, with their exchange."""
         source, options = self.source, self.options
-        most = source.num_devices if options.values("tensor_parallel") else source.devices_per_domain
-        # Ranks of any number may gather keys.
-        shared = sorted({*source.context_parallel_degrees, *options.values("context_parallel")})
-        all_of = source.tensor_parallel_degrees, shared, source.expert_parallel_degrees
-        for degrees in starmap(Degrees, product(*all_of)):
-            has_tokens = degrees.context == 1 or self.seq_len // degrees.context >= self.choices.least_tokens
-            allowed = all(
-                options.allows(f"{kind}_parallel", degree)
-                for kind, degree in zip(("tensor", "context", "expert"), degrees[:3], strict=True)
-            )
-            if allowed and has_tokens and degrees.tensor <= most:
-                kinds = source.exchanges(degrees.tensor, degrees.context, options.allowed.get("context_exchange"))
+        asked = {way.choice: options.allowed.get(way.choice) for way in SHARED_WORK}
+        inside = [name for name, way in WAYS.items() if way.stays_inside and not asked[way.named.choice]]
+        for degrees in all_degrees(source.degrees, asked):
+            tokens = degrees.token_ranks
+            has_tokens = tokens == 1 or self.seq_len // tokens >= self.choices.least_tokens
+            if has_tokens and all(getattr(degrees, name) <= source.devices_per_domain for name in inside):
+                kinds = source.exchanges(degrees, options.allowed.get("context_exchange"))
                 yield from (degrees._replace(exchange=kind) for kind in kinds)
 
     def _microbatch_sizes(self, sequences: int) -> list[int]:
@@ -331,23 +327,19 @@ class PlanSpace:
             yield from self.of_mesh(mesh)
 
     def least_seconds(self, mesh: Plan) -> float:
-        """Returns a lower bound of the step of all configurations on a mesh: the work of whole sequences and of the
-        optimizer, spread evenly over the pipeline. It is 0 where times were measured, as slices may be faster there."""
-        costs, whole = self.costs(mesh.degrees, mesh.microbatch_size), range(len(self.source.kinds))
-        if not isinstance(costs, CountedCosts):
+        """Returns a lower bound of the step of all configurations on a mesh: the least work of its sequences and the
+        optimizer's, spread evenly over the pipeline. It is 0 where slices may be faster by an unknown amount."""
+        work = self._work(mesh.degrees, mesh.microbatch_size)
+        if not work:
             return 0.0
+        costs, whole = self.costs(mesh.degrees, mesh.microbatch_size), range(len(self.source.kinds))
         num_microbatches = self.global_batch // (mesh.data_parallel * mesh.microbatch_size)
         optimizer = costs.optimizer_step_seconds(whole, mesh.num_copies)
-        work = self._work(mesh.degrees, mesh.microbatch_size)
         return (work * num_microbatches + optimizer) / mesh.pipeline_parallel
 
-    def _whole_work(self, degrees: Degrees, size: int) -> float:
-        """Returns the seconds of a microbatch's forward and backward on one rank with all layers."""
-        costs, whole = self.costs(degrees, size), range(len(self.source.kinds))
-        seconds = {op: float(costs.seconds(whole, op, self.seq_len, 0)) for op in OPS}
-        work = seconds[Op.F] + min(seconds[Op.B], seconds[Op.I] + seconds[Op.W])
-        # where keys are gathered, slices only make the last rank's attention less uneven
-        return max(0.0, work - costs.uneven_seconds(whole, self.seq_len)) if isinstance(costs, CountedCosts) else work
+    def _least_work(self, degrees: Degrees, size: int) -> float:
+        """Returns the least seconds of a microbatch's forward and backward on one rank with all layers."""
+        return self.costs(degrees, size).least_seconds(self.seq_len)
 
     def of_mesh(self, mesh: Plan) -> Iterator[tuple[float, float, Plan]]:
         """Yields (least seconds of the step, least bytes of the fullest rank, configuration) of all on a mesh.
@@ -365,7 +357,9 @@ class PlanSpace:
         savings = self._savings(mesh)
         if not savings.every:
             return
-        counts = self.choices.counts(pipeline, degrees.context) if self.options.allows("slicing", "equal-time") else []
+        counts = (
+            self.choices.counts(pipeline, degrees.token_ranks) if self.options.allows("slicing", "equal-time") else []
+        )
         slicings = [(count, "equal-time") for count in counts]
         for stages_per_rank, names in self.shapes(pipeline, self.global_batch // (data * size)):
             alike: dict[tuple[tuple[int, ...], bool], list[str]] = {}
@@ -423,8 +417,8 @@ class PlanSpace:
         )
         tails = [self.tails(replace(first, shard=shard)).sum(axis=0) for shard in savings.shard]
         sizes, seconds = bounds.least_bytes(), bounds.least_seconds(np.stack(tails))
-        if not isinstance(cut.costs, CountedCosts) or first.context_exchange == "keys":
-            seconds[-1] = self.least_seconds(first)  # slices may be faster than a whole sequence
+        if not cut.costs.whole_is_least:
+            seconds[-1] = self.least_seconds(first)
         seconds = np.where(sizes > self.memory, inf, seconds)
         least = float(seconds[-1].min())
         return PlanGroup(first, names, slicings, savings, seconds[:-1], sizes[:-1], least)
@@ -456,7 +450,8 @@ class PlanSpace:
         offloads = self.options.values("offload", (0.0, 1.0) if self.source.host else (0.0,))
         shards = ["optimizer", "none"] if mesh.num_copies > 1 else ["none"]
         shards = [shard for shard in shards if self.options.allows("shard", shard)]
-        if "parameters" in self.options.values("shard") and mesh.num_copies > 1 and mesh.tensor_parallel == 1:
+        shares_parameters = mesh.num_copies > 1 and divided_by(mesh.degrees).width == 1
+        if "parameters" in self.options.values("shard") and shares_parameters:
             shards.append("parameters")
         return Savings(tuple(recomputations), tuple(offloads), tuple(shards))
 

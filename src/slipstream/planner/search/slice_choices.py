@@ -49,9 +49,9 @@ class SliceChoices:
         self._attention_share = cache(self._compute_attention_share)
         self._table = lru_cache(_KEPT_TABLES)(self._compute_table)
 
-    def counts(self, pipeline: int, context: int = 1) -> list[int]:
-        """Returns the numbers of slices that take equal time, each of whose `context` parts is long enough."""
-        most = self.seq_len // (context * self.least_tokens)
+    def counts(self, pipeline: int, num_parts: int = 1) -> list[int]:
+        """Returns the numbers of slices that take equal time, each of whose `num_parts` parts is long enough."""
+        most = self.seq_len // (num_parts * self.least_tokens)
         counts = self.options.values("num_slices", _COUNTS if pipeline > 1 else _COUNTS_OF_ONE)
         fewest = self.known.counts(self.seq_len)[0]
         possible = [n for n in counts if fewest <= n <= most]
@@ -78,7 +78,7 @@ class SliceChoices:
     def exact_cuts(self, degrees: Degrees) -> Cuts:
         """Returns where exact slicings may cut. Of slices that take equal time the last ones may also be half as long
         as the mean."""
-        half = degrees.context * self.least_tokens // 2
+        half = degrees.token_ranks * self.least_tokens // 2
         shortest = max(self.known.shortest_slice, half, self.seq_len // _MOST_EXACT)
         return replace(self.cuts, shortest_slice=shortest)
 

@@ -1,0 +1,84 @@
+"""What changes costs leaves all else as it is, and those changes that must commute do."""
+
+from __future__ import annotations
+
+from functools import cache, partial, reduce
+from itertools import permutations
+
+import numpy as np
+import pytest
+from benchmarks.golden_plans.answers import _profile
+
+from slipstream.cost import (
+    Costs,
+    CountedCosts,
+    CountedOperations,
+    Degrees,
+    MeasuredCosts,
+    Mode,
+    ModelCount,
+    WithoutHead,
+    WithoutLookups,
+    Work,
+    load_cluster,
+)
+from slipstream.cost.counted_parts import CountedParts
+from slipstream.planner.joint import Tabulated
+from slipstream.planner.ragged import StageRates
+from slipstream.profile import count_model
+from slipstream.schedule import Op
+from support.architectures import ARCHITECTURES
+
+SEQ_LEN = 128
+DEGREES = (Degrees(), Degrees(2, 2, 1), Degrees(2, 2, 2, "keys"))
+
+
+@cache
+def counted() -> ModelCount:
+    return count_model(ARCHITECTURES["mixtral"], 64)
+
+
+@pytest.mark.parametrize("degrees", DEGREES)
+def test_modes_of_what_is_elsewhere_commute(degrees: Degrees) -> None:
+    """What a part costs is the same whichever of them is applied first; who shares the work, and what is trained, come
+    before all of them."""
+    costs = CountedCosts(counted(), load_cluster("h100-dgx"), degrees)
+    modes = (WithoutHead, WithoutLookups, partial(Tabulated, seq_len=SEQ_LEN, granularity=1))
+    work = Work.of_slices(Op.B, (SEQ_LEN // 2, SEQ_LEN // 2))
+
+    def told(wrapped: Costs) -> list[np.ndarray]:
+        parts = list(wrapped.parts)
+        numbers = [each[parts] for each in wrapped.each_number]
+        times = [wrapped.each_seconds(work)[parts], wrapped.fixed_seconds(work)]
+        return [*times, *numbers, wrapped.each_weight(2)[parts], wrapped.each_activation(work.lengths)[parts]]
+
+    orders = [told(reduce(lambda inner, mode: mode(inner), order, costs)) for order in permutations(modes)]
+    plain = told(costs)
+    for order in orders:
+        for one, other in zip(orders[0], order, strict=True):
+            np.testing.assert_array_equal(one, other)
+        assert not order[0][-1].any()  # the head takes no time
+        assert order[2][0] < plain[2][0]  # the embedding has fewer parameters
+
+
+def test_a_mode_passes_on_whatever_a_kind_of_costs_states() -> None:
+    """Else a mode would answer by the defaults of `Costs` where the costs that it wraps know better."""
+    kinds = (CountedParts, CountedCosts, CountedOperations, MeasuredCosts, StageRates)
+    stated = {name for kind in kinds for name in vars(kind)}
+    asked = {name for name in dir(Costs) if not name.startswith("_")}
+    derived = {"num_kinds", "each_has_backward", "num_layers"}
+    assert (stated & asked) - vars(Mode).keys() - derived == set()
+
+
+@pytest.mark.parametrize("kind", ["measured", "counted"])
+def test_a_search_asks_costs_what_it_may_take_for_granted(kind: str) -> None:
+    """Whatever wraps them: of measured times slices may be faster, and they know their profile; of counted ones where
+    keys are gathered the last rank's part of a sequence is uneven."""
+    costs: Costs = MeasuredCosts(_profile("llama"))
+    if kind == "counted":
+        costs = CountedCosts(counted(), load_cluster("h100-dgx"), DEGREES[2])
+    wrapped = WithoutLookups(Mode(costs))
+    asked = ("is_tied", "measured_profile", "whole_is_least", "deserves_table", "degrees", "divided")
+    for name in asked:
+        assert getattr(wrapped, name) == getattr(costs, name)
+    assert wrapped.least_seconds(SEQ_LEN) == costs.least_seconds(SEQ_LEN)
