@@ -36,7 +36,7 @@ from benchmarks.harness import (
 from benchmarks.isolated import Contender, build_all
 from benchmarks.peers import model_config
 from slipstream import Pipeline, Runtime, make_mesh
-from slipstream.cost import FLOAT32_STATE
+from slipstream.cost import LONE_UPDATE
 from slipstream.pipeline.pipeline_options import ExpectedBatch
 from slipstream.planner.search import GlobalBatch, evaluate
 from slipstream.train.mesh_choice import preferred
@@ -102,7 +102,7 @@ class Planned:
         assert plan.costs is not None
         num_sequences, length = self.inputs.shape
         batch = GlobalBatch(length, self._replicas * num_sequences)
-        step = evaluate(plan.plan, plan.costs, batch, FLOAT32_STATE)
+        step = evaluate(plan.plan, plan.costs, batch, LONE_UPDATE.state)
         return {"planned": step.seconds, "slices": [*plan.slices], "table": plan.table().splitlines()}
 
 

@@ -15,7 +15,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 import slipstream
 from benchmarks.golden_plans.requests import MODELS, PROFILES, Request
-from slipstream.cost import Costs, MeasuredCosts, Profile, ProfileSource, StageParts, load_profile, partition_of
+from slipstream.cost import Costs, MeasuredCosts, Profile, ProfileSource, StageParts, Update, load_profile, partition_of
 from slipstream.errors import SlipstreamError
 from slipstream.model import ALL_WEIGHTS, Adapter, TrainedWeights, find_frozen
 from slipstream.model.loading import meta_model
@@ -161,15 +161,17 @@ def _start(request: Request) -> Answer:
     rates = asked.fit_rates(costs, profile.longest_slice, plan.partition, "none")
     of_rates = {op.value: seconds.tolist() for op, seconds in rates.rates.items()}
     peaks = asked.evaluate(costs, plan.plan).peaks()
-    return _of_joint(plan) | {"tail": _tail(costs, plan, 2), "peaks": peaks, "rates": of_rates}
+    tail = _tail(costs, plan, Update(asked.state, 2, "optimizer"))
+    return _of_joint(plan) | {"tail": tail, "peaks": peaks, "rates": of_rates}
 
 
-def _tail(costs: Costs, plan: JointPlan, copies: int) -> float:
-    """Returns the most seconds in which a rank reduces gradients over its copies and updates its part of the state."""
+def _tail(costs: Costs, plan: JointPlan, update: Update) -> float:
+    """Returns the most seconds in which a rank reduces gradients, updates its part of the state and gathers weights."""
     seconds = [0.0] * plan.schedule.num_ranks
     stages = StageParts.of_partition(plan.partition, costs.num_layers, costs.units_per_layer)
     for stage, rank in zip(stages, plan.schedule.placement, strict=True):
-        seconds[rank] += costs.gradient_seconds(stage, copies) + costs.optimizer_step_seconds(stage, copies)
+        seconds[rank] += costs.gradient_seconds(stage, update) + costs.optimizer_step_seconds(stage, update)
+        seconds[rank] += costs.gather_seconds(stage, update)
     return max(seconds)
 
 

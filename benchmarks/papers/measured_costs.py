@@ -11,7 +11,7 @@ import numpy as np
 from benchmarks.papers.megatron_experts import EAGER, Recipe
 from benchmarks.papers.unfused_attention import UnfusedCosts
 from slipstream.array_types import Floats
-from slipstream.cost import ActionBytes, AttentionCall, CountedCosts, OpCount, PartCount, Sharing, Stage, Work
+from slipstream.cost import ActionBytes, AttentionCall, CountedCosts, OpCount, PartCount, Sharing, Stage, Update, Work
 from slipstream.schedule import Op
 
 
@@ -49,12 +49,12 @@ class OverlappedCosts(CountedCosts):
         across = token * reached[1] / cluster.between.rate(cluster.devices_per_node) * (1 - 1 / num_nodes)
         return 2 * (cluster.between.latency * (num_nodes > 1) + np.maximum(inside, across)) * (size > 1)
 
-    def gradient_seconds(self, layers: Stage, copies: int, shards: int = 1) -> float:
-        whole = self.between_copies(layers, self.gradient_bytes, copies)
+    def gradient_seconds(self, layers: Stage, update: Update) -> float:
+        whole = self.between_copies(layers, self.gradient_bytes, update.copies)
         return self._exposed(layers, Op.B, whole, (self.num_gathers + 1) // 2)
 
-    def gather_seconds(self, layers: Stage, shards: int) -> float:
-        whole = super().gather_seconds(layers, shards)
+    def gather_seconds(self, layers: Stage, update: Update) -> float:
+        whole = super().gather_seconds(layers, update)
         return self.num_gathers * self._exposed(layers, Op.F, whole, 1)
 
     def _exposed(self, layers: Stage, op: Op, whole: float, times: int) -> float:

@@ -27,6 +27,7 @@ from slipstream.cost import (
     PartCount,
     Stage,
     StageParts,
+    Update,
     Work,
 )
 from slipstream.cost.cluster_links import ClusterCost
@@ -72,9 +73,9 @@ class PaperCosts(UnfusedCosts):
         read = count.matmul_bytes.at(tokens) / t / device.bytes_per_second
         return np.maximum(count.flops.at(tokens) / t / device.matmul_flops(self.model.dtype), read)
 
-    def gradient_seconds(self, layers: Stage, copies: int, shards: int = 1) -> float:
+    def gradient_seconds(self, layers: Stage, update: Update) -> float:
         num_bytes = self.model.dtype_bytes * self.num_parameters(layers)
-        return float(self.cluster.all_reduce_seconds(num_bytes, copies, self.replica_stride))
+        return float(self.cluster.all_reduce_seconds(num_bytes, update.copies, self.replica_stride))
 
     @property
     def replica_stride(self) -> int:

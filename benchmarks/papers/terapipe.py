@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmarks.papers.paper_plans import LayersAlone, PaperCosts, PaperSource, PaperSpace
 from benchmarks.papers.tables import errors, gpt, read, slice_lengths
-from slipstream.cost import Cluster, CountedCosts, Degrees, Stage, load_cluster
+from slipstream.cost import Cluster, CountedCosts, Degrees, Stage, Update, load_cluster
 from slipstream.cost.cluster_links import ClusterCost
 from slipstream.planner.plan import ONE_DEVICE
 from slipstream.planner.slicing import slice_batch, slice_tokens
@@ -69,8 +69,8 @@ class ReplicasApart(PaperCosts):
     def action_costs(self, times: Any, slices: Any, data_parallel: int = 1) -> ClusterCost:
         return super().action_costs(times, slices)
 
-    def gradient_seconds(self, layers: Stage, copies: int, shards: int = 1) -> float:
-        return super().gradient_seconds(layers, copies) + (self.reduction if copies > 1 else 0)
+    def gradient_seconds(self, layers: Stage, update: Update) -> float:
+        return super().gradient_seconds(layers, update) + (self.reduction if update.copies > 1 else 0)
 
     @property
     def replica_stride(self) -> int:

@@ -124,8 +124,7 @@ def test_gradients_are_reduced_where_a_run_reduces_them(schedule: str, stages_pe
     )
     candidate = space.evaluate(plan)
     ends = {span.action: span.end for span in simulate(candidate.schedule, candidate.cost).spans}
-    shards = plan.optimizer_shards
-    seconds = [candidate.cut.costs.gradient_seconds(stage, 2, shards) for stage in candidate.cut.stages]
+    seconds = [candidate.cut.costs.gradient_seconds(stage, candidate.update) for stage in candidate.cut.stages]
     waits, sums = [], []
     for row in add_reductions(candidate.schedule).actions:
         now = free = 0.0
@@ -408,7 +407,7 @@ def test_a_plan_of_frozen_layers_is_cut_for_what_runs(schedule: str, stages: int
     assert frozen.cut.num_frozen == pipe.layout.num_frozen_stages > 0
     assert [*map(list, frozen.schedule.actions)] == computed_rows(pipe)
     trained = partly.layers[1].num_parameters + partly.head.num_parameters
-    state, table = frozen.state, frozen.table
+    state, table = frozen.update.state, frozen.table
     assert sum(table.optimizer.values()) == state.optimizer * trained
     assert sum(size for (_, op), size in table.gradients.items() if op is not Op.I) == state.gradients * trained
     assert sum(table.parameters.values()) == state.weights * partly.num_parameters

@@ -2,7 +2,7 @@
 
 from slipstream.cost.action_bytes import ActionBytes
 from slipstream.cost.cluster import SHIPPED, Cluster, Device, LinkKind, load_cluster
-from slipstream.cost.costs import NO_LINK, Costs, LinkTime, Numbers
+from slipstream.cost.costs import NO_LINK, Costs, LinkTime
 from slipstream.cost.counted import CountedCosts
 from slipstream.cost.fit import AttentionWindow, SlicePoint, TimeFit, find_windows, fit_times
 from slipstream.cost.measured import MeasuredCosts, profile_behind
@@ -10,13 +10,11 @@ from slipstream.cost.measured_stages import choose_stages
 from slipstream.cost.memory import NOTHING_BESIDE, HeldBeside, head_part_memory, memory_table
 from slipstream.cost.mode import Mode, PartlyTrained, WithoutHead, WithoutLookups
 from slipstream.cost.operation_counts import (
-    FLOAT32_STATE,
     Amount,
     AttentionCall,
     ModelCount,
     OpCount,
     PartCount,
-    StateBytes,
 )
 from slipstream.cost.operations import CountedOperations
 from slipstream.cost.profile import (
@@ -55,6 +53,7 @@ from slipstream.cost.typical_cluster import (
     clusters_named,
     typical_cluster,
 )
+from slipstream.cost.update import LONE_UPDATE, Numbers, StateBytes, Update, possible_shards
 from slipstream.cost.work import (
     BY_LAYER,
     OPS,

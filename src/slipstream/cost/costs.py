@@ -20,6 +20,7 @@ from slipstream.array_types import Floats
 from slipstream.cost.action_bytes import ActionBytes
 from slipstream.cost.profile import Profile
 from slipstream.cost.sharing import EXCHANGES, Copies, Divided, divided_by
+from slipstream.cost.update import Numbers, Update
 from slipstream.cost.work import (
     OPS,
     WITH_MESSAGES,
@@ -44,20 +45,6 @@ class LinkTime(NamedTuple):
 
 
 NO_LINK = LinkTime()
-
-
-class Numbers(NamedTuple):
-    """The numbers of parameters that a rank holds, (kinds,) each, of a part of every kind."""
-
-    all: Floats
-    trained: Floats
-    trained_in_experts: Floats  # trained ones of experts that are spread over ranks
-
-    def optimized(self, shards: int, expert_ranks: int) -> Floats:
-        """Returns how many trained ones have their optimizer state here, where it is spread over `shards` ranks with
-        the same weights; fewer of them, by `expert_ranks`, have the same experts."""
-        shared = self.trained - self.trained_in_experts
-        return shared / shards + self.trained_in_experts / max(1, shards // expert_ranks)
 
 
 class Costs(ABC):
@@ -249,8 +236,8 @@ class Costs(ABC):
         """Returns the time in which ranks with the same weights gather, or reduce-scatter, so many bytes."""
         return 0.0
 
-    def update_seconds(self, trained: float, optimized: float) -> float:
-        """Returns the time of AdamW on so many trained parameters, of so many of which the state is here."""
+    def update_seconds(self, update: Update, trained: float, optimized: float) -> float:
+        """Returns the time of the rule on so many trained parameters, of so many of which the state is here."""
         return 0.0
 
     # --- the parts of a stage ----------------------------------------------------------------------------------------
@@ -411,20 +398,17 @@ class Costs(ABC):
         """Returns the number of a stage's parameters that are trained."""
         return float(total(self.count(stage), self.each_number.trained))
 
-    def num_optimized(self, stage: Stage, shards: int) -> float:
-        """Returns the number of trained parameters whose optimizer state is here, where it is spread over `shards`
-        ranks with the same weights; fewer of them have the same experts."""
-        return float(total(self.count(stage), self.each_number.optimized(shards, self.degrees.experts)))
+    def num_optimized(self, stage: Stage, update: Update) -> float:
+        """Returns the number of trained parameters whose optimizer state is here."""
+        return float(total(self.count(stage), update.optimized(self.each_number, self.divided)))
 
-    def gradient_seconds(self, stage: Stage, copies: int, shards: int = 1) -> float:
-        """Returns the time in which a stage's gradients are reduced over the `copies`, ranks with the same weights: by
-        an all-reduce, or where the optimizer is sharded by a reduce-scatter."""
-        once = self.between_copies(stage, self.gradient_bytes, copies)
-        return once if shards > 1 else 2 * once
+    def gradient_seconds(self, stage: Stage, update: Update) -> float:
+        """Returns the time in which a stage's gradients are reduced over the ranks with the same weights."""
+        return update.passes_of_gradients * self.between_copies(stage, self.gradient_bytes, update.copies)
 
-    def gather_seconds(self, stage: Stage, shards: int) -> float:
+    def gather_seconds(self, stage: Stage, update: Update) -> float:
         """Returns the time in which the ranks of a sharded optimizer gather the updated parameters."""
-        return self.between_copies(stage, self.gathered_bytes, shards)
+        return self.between_copies(stage, self.gathered_bytes, update.shards)
 
     def between_copies(self, stage: Stage, num_bytes: float, copies: int) -> float:
         """Returns the time in which ranks gather, or reduce-scatter, `num_bytes` of each trained parameter: over all
@@ -434,9 +418,9 @@ class Costs(ABC):
         both = zip((shared, in_experts), self.divided.copies(copies), strict=True)
         return sum(self.gathering_seconds(num_bytes * number, ranks) for number, ranks in both)
 
-    def optimizer_step_seconds(self, stage: Stage, shards: int = 1) -> float:
-        """Returns the time of AdamW whose state is spread over `shards` ranks."""
-        return self.update_seconds(self.num_trained(stage), self.num_optimized(stage, shards))
+    def optimizer_step_seconds(self, stage: Stage, update: Update) -> float:
+        """Returns the time of the optimizer's rule on a stage."""
+        return self.update_seconds(update, self.num_trained(stage), self.num_optimized(stage, update))
 
     # --- a pipeline --------------------------------------------------------------------------------------------------
 

@@ -29,8 +29,9 @@ from slipstream.cost.cluster import Cluster
 from slipstream.cost.cluster_links import ClusterCost
 from slipstream.cost.costs import NO_LINK, LinkTime
 from slipstream.cost.counted_parts import CountedParts
-from slipstream.cost.operation_counts import AttentionCall, ModelCount, OpCount, PartCount, StateBytes
+from slipstream.cost.operation_counts import AttentionCall, ModelCount, OpCount, PartCount
 from slipstream.cost.sharing import WAYS, Copies, Exchange
+from slipstream.cost.update import StateBytes, Update
 from slipstream.cost.work import OPS, Stage, Work
 from slipstream.options import UNSHARED, Degrees
 from slipstream.schedule import BACKWARDS, Action, Op
@@ -168,12 +169,8 @@ class CountedCosts(CountedParts):
     def gathering_seconds(self, num_bytes: float, copies: Copies) -> float:
         return float(self.cluster.exchange_seconds(num_bytes, *copies))
 
-    def update_seconds(self, trained: float, optimized: float) -> float:
-        """Returns the time in which AdamW reads and writes the trained parameters and its state, and reads
-        gradients."""
-        state = StateBytes.of(self.model.dtype)
-        written = state.weights * trained + state.optimizer * optimized
-        return (2 * written + state.gradients * trained) / self.cluster.device.bytes_per_second
+    def update_seconds(self, update: Update, trained: float, optimized: float) -> float:
+        return update.moved_bytes(trained, optimized) / self.cluster.device.bytes_per_second
 
     def link(self, num_ranks: int, replicas: int = 1) -> LinkTime:
         """Returns the slowest link between neighbours of a pipeline with so many replicas, and the bandwidth at which

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from slipstream.array_types import Floats
-from slipstream.cost.costs import Costs, Numbers
+from slipstream.cost.costs import Costs
 from slipstream.cost.operation_counts import ModelCount, PartCount
 from slipstream.cost.sharing import Divided, Sharing
+from slipstream.cost.update import Numbers
 from slipstream.cost.work import Stage, Work
 from slipstream.options import Degrees
 

@@ -11,9 +11,10 @@ import numpy as np
 
 from slipstream.array_types import Floats
 from slipstream.cost.action_bytes import ActionBytes
-from slipstream.cost.costs import NO_LINK, Costs, LinkTime, Numbers, total
+from slipstream.cost.costs import NO_LINK, Costs, LinkTime, total
 from slipstream.cost.profile import MeasuredStage, Profile
 from slipstream.cost.sharing import Copies
+from slipstream.cost.update import Numbers, Update
 from slipstream.cost.work import OPS, Stage, Work
 from slipstream.errors import SlipstreamError
 from slipstream.options import Degrees
@@ -179,7 +180,8 @@ class MeasuredCosts(Costs):
             return 0.0
         return (ranks - 1) * (link.latency + num_bytes / ranks / link.ring_bandwidth)
 
-    def update_seconds(self, trained: float, optimized: float) -> float:
+    def update_seconds(self, update: Update, trained: float, optimized: float) -> float:
+        # AdamW was measured, without shards.
         return self.profile.optimizer_seconds * optimized
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from slipstream.cost.costs import Costs
 from slipstream.cost.mode import WithoutLookups
-from slipstream.cost.operation_counts import StateBytes
+from slipstream.cost.update import Update
 from slipstream.cost.work import BY_LAYER, Stage, StageParts
 from slipstream.schedule import Op, Schedule
 from slipstream.simulator import Footprint, MemoryTable, StageSlice
@@ -44,8 +44,7 @@ def memory_table(
     schedule: Schedule,
     slices: tuple[int, ...],
     recompute: str,
-    state: StateBytes,
-    optimizer_shards: int = 1,
+    update: Update,
     alike: Callable[[Stage], Stage] = lambda stage: stage,
 ) -> MemoryTable:
     """Returns the bytes of all actions of a schedule, per device.
@@ -56,11 +55,10 @@ def memory_table(
         schedule: with R, OFFLOAD and RELOAD where there are any.
         slices: tokens of each slice.
         recompute: the recomputed part: none, selective, full, stage or stage+full.
-        state: bytes per parameter.
-        optimizer_shards: ranks over which the optimizer's state is spread.
+        update: that ends the step.
         alike: returns one of the stages with equal costs, so that their bytes are computed once.
     """
-    length = sum(slices)
+    length, state = sum(slices), update.held
     # No other slice reads the keys and values of a layer that makes them again.
     is_lone = recompute in BY_LAYER and len(slices) == 1
     places = dict[Stage, int]()
@@ -92,7 +90,7 @@ def memory_table(
         message_bytes=[float(costs.message_bytes(length)) for length in slices],
         parameters=per_stage(partial(costs.weight_bytes, each=state.weights)),
         gradients=gradients,
-        optimizer=per_stage(lambda stage: state.optimizer * costs.num_optimized(stage, optimizer_shards)),
+        optimizer=per_stage(lambda stage: state.optimizer * costs.num_optimized(stage, update)),
         like=like,
     )
 
@@ -163,8 +161,7 @@ def head_part_memory(
     schedule: Schedule,
     slices: tuple[int, ...],
     recompute: str,
-    state: StateBytes,
-    optimizer_shards: int = 1,
+    update: Update,
 ) -> MemoryTable:
     """Returns the bytes of all actions of a schedule that spreads the head: those of `memory_table` for the stages
     without it, and of the parts next to the last stage of each rank. Of tied weights the rows embed, too.
@@ -173,8 +170,8 @@ def head_part_memory(
     """
     bare = WithoutLookups(costs) if schedule.spreads_embedding else costs
     cut = [*stages[:-1], stages[-1]._replace(stop=stages[-1].stop - 1)]
-    table = memory_table(bare, cut, schedule, slices, recompute, state, optimizer_shards)
-    return _with_parts(table, costs, schedule, slices, state, optimizer_shards)
+    table = memory_table(bare, cut, schedule, slices, recompute, update)
+    return _with_parts(table, costs, schedule, slices, update)
 
 
 def _with_parts(
@@ -182,14 +179,13 @@ def _with_parts(
     costs: Costs,
     schedule: Schedule,
     slices: tuple[int, ...],
-    state: StateBytes,
-    optimizer_shards: int,
+    update: Update,
 ) -> MemoryTable:
-    last, stages = schedule.num_stages - 1, schedule.vocabulary_stages
+    last, stages, state = schedule.num_stages - 1, schedule.vocabulary_stages, update.held
     head = StageParts(len(costs.parts) - 1, len(costs.parts))
     rows = -(-costs.vocab_size // schedule.num_ranks)
     numbers = costs.num_parameters(head) / schedule.num_ranks
-    optimized = costs.num_optimized(head, optimizer_shards) / schedule.num_ranks
+    optimized = costs.num_optimized(head, update) / schedule.num_ranks
     made = state.gradients * numbers
     footprints = {
         (StageSlice(g, s, *how), op): footprint

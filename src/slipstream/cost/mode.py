@@ -7,6 +7,7 @@ changes costs is applied in this order:
    those of one rank already.
 2. What is trained: of counted models by the counts, of measured times by `PartlyTrained`.
 3. Which weights are elsewhere: `WithoutHead`, `WithoutLookups`, in either order.
+4. The update that ends a step, whose state may be spread (`slipstream.cost.update`).
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ import numpy as np
 
 from slipstream.array_types import Floats
 from slipstream.cost.action_bytes import ActionBytes
-from slipstream.cost.costs import Costs, LinkTime, Numbers
+from slipstream.cost.costs import Costs, LinkTime
 from slipstream.cost.operation_counts import ModelCount, PartCount
 from slipstream.cost.profile import Profile
 from slipstream.cost.sharing import Copies, Divided
+from slipstream.cost.update import Numbers, Update
 from slipstream.cost.work import OPS, Stage, StageParts, Work
 from slipstream.options import Degrees
 from slipstream.schedule import Op
@@ -165,8 +167,8 @@ class Mode(Costs):
     def gathering_seconds(self, num_bytes: float, copies: Copies) -> float:
         return self.costs.gathering_seconds(num_bytes, copies)
 
-    def update_seconds(self, trained: float, optimized: float) -> float:
-        return self.costs.update_seconds(trained, optimized)
+    def update_seconds(self, update: Update, trained: float, optimized: float) -> float:
+        return self.costs.update_seconds(update, trained, optimized)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 from slipstream.cost.fit import AttentionWindow
 from slipstream.cost.work import Stage, part_kinds, parts_of
-from slipstream.number_format import NF4, find_format
+from slipstream.number_format import NF4
 from slipstream.schedule import Op
 
 
@@ -34,31 +34,6 @@ _SIZES = (
     *("num_parameters", "num_frozen", "num_quantised", "num_in_experts", "num_trained_in_experts"),
     *("activation_bytes", "wide_activation_bytes", "product_bytes", "state_bytes"),
 )
-
-
-@dataclass(frozen=True)
-class StateBytes:
-    """Bytes per parameter that training keeps. bfloat16 trains with a float32 master weight and two moments."""
-
-    weights: float
-    gradients: float
-    optimizer: float
-
-    @classmethod
-    def of(cls, dtype: str) -> StateBytes:
-        """Returns those of weights that are trained in this dtype."""
-        kept = find_format(dtype)
-        return cls(kept.weight_bytes, kept.gradient_bytes, kept.optimizer_bytes)
-
-    def of_shards(self, shard: str) -> StateBytes:
-        """Returns those where "none", the "optimizer"'s state or the "parameters" are sharded. The rows of sharded
-        parameters lie beside the whole ones of a step, and count as the optimizer's; master weights are those rows."""
-        has_masters = self.weights < self.gradients
-        more = 0 if shard != "parameters" or has_masters else self.weights
-        return replace(self, optimizer=self.optimizer + more)
-
-
-FLOAT32_STATE = StateBytes.of("float32")
 
 
 @dataclass(frozen=True)

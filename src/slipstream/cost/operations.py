@@ -46,6 +46,3 @@ class CountedOperations(CountedParts):
 
     def link(self, num_ranks: int, replicas: int = 1) -> LinkTime:
         return NO_LINK
-
-    def update_seconds(self, trained: float, optimized: float) -> float:
-        return 0.0

@@ -93,6 +93,7 @@ class Way(ABC):
     degree: ClassVar[str]  # a field of `Degrees`
     rule: ClassVar[str]  # what a degree must fulfil, with the names of numbers that are filled in
     stays_inside: ClassVar[bool] = False  # of a node, or of what a fast link connects, unless it is asked for
+    is_of_experts: ClassVar[bool] = False  # whether models without experts have nothing to share so
     takes_any: ClassVar[bool] = False  # whether other degrees than the possible ones are tried where they are asked for
 
     @property
@@ -197,6 +198,7 @@ class _Experts(Way):
 
     degree = "experts"
     rule = "must divide every layer's experts, and data_parallel times context_parallel"
+    is_of_experts = True
 
     def refusal(self, model: ModelCount) -> str:
         return "" if model.num_experts else "The model has no experts that can be spread."

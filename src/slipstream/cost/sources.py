@@ -10,18 +10,16 @@ from slipstream.cost.cluster import Cluster
 from slipstream.cost.costs import Costs
 from slipstream.cost.counted import CountedCosts
 from slipstream.cost.measured import MeasuredCosts
-from slipstream.cost.operation_counts import ModelCount, StateBytes
+from slipstream.cost.operation_counts import ModelCount
 from slipstream.cost.profile import Profile
 from slipstream.cost.sharing import WAYS, possible_degrees, possible_exchanges, refused_ways
+from slipstream.cost.update import StateBytes, refused_shards
 from slipstream.errors import SlipstreamError
 from slipstream.options import SHARED_WORK, Degrees
 
 _COUNTED_ALONE: Mapping[str, str] = MappingProxyType(
     {"vocabulary": "Counts don't say whether a head can be spread: plan from the model's configuration."}
 )
-
-
-_TIED = "The head is tied to the embedding, and their shards would be updated separately."
 
 
 class HostMemorySpec(NamedTuple):
@@ -65,9 +63,7 @@ class AnalyticSource:
         self.host = HostMemorySpec(rate, cluster.host.latency, cluster.device.host_memory)
         self.dtype, self.state = model.dtype, StateBytes.of(model.dtype)
         self.num_experts = model.num_experts
-        self.refusals = refused_ways(model) | dict(refusals)
-        if model.tied:
-            self.refusals.setdefault("shard", _TIED)
+        self.refusals = refused_ways(model) | refused_shards(model) | dict(refusals)
         self.degrees = possible_degrees(model, self.refusals)  # by the fields of `Degrees`
         cluster.device.matmul_flops(model.dtype)  # raises where the dtype has no peak
 

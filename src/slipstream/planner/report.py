@@ -11,6 +11,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from slipstream.html_parts import Bar, NumberText, bar_chart, details, fact_tiles, html_list, html_page, section, table
+from slipstream.options import SHARED_WORK, SharedWork
 from slipstream.planner.plan import CHOICES, Plan
 from slipstream.planner.plan_report import Alternative, PlanReport, Prediction
 from slipstream.simulator import MemoryKind
@@ -72,12 +73,18 @@ def cut_lines(prediction: Prediction) -> list[str]:
     return lines
 
 
+def _degree(way: SharedWork) -> Callable[[Prediction], str]:
+    """Returns the cell of a way to share work."""
+    return lambda prediction: choice_text(way.choice, prediction.plan)
+
+
+_OWN_COLUMNS = [way for way in SHARED_WORK if way.axis != "tp"]  # which stands beside the pipeline's ranks
+
 COLUMNS: Mapping[str, Callable[[Prediction], str]] = {
     "tp x pp x dp": lambda p: " x ".join(
         choice_text(f"{kind}_parallel", p.plan) for kind in ("tensor", "pipeline", "data")
     ),
-    "cp": lambda p: choice_text("context_parallel", p.plan),
-    "ep": lambda p: choice_text("expert_parallel", p.plan),
+    **{way.axis: _degree(way) for way in _OWN_COLUMNS},
     "stages per rank": lambda p: stages_text(p.plan.placement),
     "schedule": lambda p: choice_text("schedule", p.plan),
     "slices": lambda p: choice_text("num_slices", p.plan),
@@ -97,8 +104,7 @@ COLUMNS: Mapping[str, Callable[[Prediction], str]] = {
 
 _LEGEND = {
     "tp x pp x dp": "devices that share every layer, ranks of a pipeline, pipelines that share the batch",
-    "cp": "ranks that share every slice",
-    "ep": "ranks over which experts are spread",
+    **{way.axis: way.meaning for way in _OWN_COLUMNS},
     "stages per rank": "parts of the model on a rank",
     "schedule": "the order of forwards and backwards",
     "slices": "parts of a sequence",
@@ -119,7 +125,7 @@ def legend_text(left_out: Container[str] = ()) -> str:
     return "; ".join(f"{name}: {what}" for name, what in _LEGEND.items() if name not in left_out) + "."
 
 
-_NUM_CHOSEN = 12  # the first columns are choices, the others predictions
+_NUM_CHOSEN = [*COLUMNS].index("step")  # the first columns are choices, the others predictions
 
 
 def memory_text(prediction: Prediction) -> str:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from slipstream.cost import (
+    LONE_UPDATE,
     NO_LINK,
     OPS,
     Amount,
@@ -143,8 +144,9 @@ def test_of_experts_that_are_spread_a_rank_trains_its_own() -> None:
     rank, top = PartlyTrained(MeasuredCosts(profile), whole, part), range(3, 6)
     assert rank.num_parameters(top) == (3 * (100 + 50 + 2 + 1) + 200) * million  # with the head
     assert rank.num_trained(top) == 3 * (2 + 1) * million
-    assert rank.num_optimized(top, 2) == 3 * (1 + 1) * million  # an expert is on one of two ranks
-    assert rank.optimizer_step_seconds(top) == profile.optimizer_seconds * rank.num_trained(top)
+    both = replace(LONE_UPDATE, copies=2, shard="optimizer")
+    assert rank.num_optimized(top, both) == 3 * (1 + 1) * million  # an expert is on one of two ranks
+    assert rank.optimizer_step_seconds(top, LONE_UPDATE) == profile.optimizer_seconds * rank.num_trained(top)
 
 
 def planned(costs: Costs) -> JointPlan:
@@ -160,8 +162,8 @@ def test_a_plan_has_another_cut_and_no_needless_backwards() -> None:
     ran = {action.stage for action in plan.schedule.positions if action.op in BACKWARDS}
     assert min(ran) == plan.schedule.num_frozen_stages > 0
     stages = StageParts.of_partition(plan.partition, LAYERS, 1)
-    table = memory_table(costs, stages, plan.schedule, plan.slices, "none", STATE)
-    whole = memory_table(everything, stages, plan.schedule, plan.slices, "none", STATE)
+    table = memory_table(costs, stages, plan.schedule, plan.slices, "none", LONE_UPDATE)
+    whole = memory_table(everything, stages, plan.schedule, plan.slices, "none", LONE_UPDATE)
     adapter = 3 * 4_000_000
     assert sum(table.optimizer.values()) == STATE.optimizer * adapter
     assert sum({stage: size for (stage, _), size in table.gradients.items()}.values()) == STATE.gradients * adapter

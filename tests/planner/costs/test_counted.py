@@ -30,6 +30,7 @@ from slipstream.cost import (
     PartCount,
     StageParts,
     StateBytes,
+    Update,
     Work,
     load_cluster,
     partition_of,
@@ -90,6 +91,14 @@ ONE_NODE = replace(CLUSTER, devices_per_node=4)
 ONE = CountedCosts(MODEL, CLUSTER)
 LAYER = range(1, 2)  # neither first nor last
 SEND = Action(Op.SEND_F, 0, 0, 0)
+
+
+STATE = StateBytes.of(MODEL.dtype)
+
+
+def sharded(copies: int) -> Update:
+    """The update whose state so many ranks with the same weights share."""
+    return Update(STATE, copies, "optimizer")
 
 
 def with_layer(*calls: AttentionCall, **changes: Any) -> ModelCount:
@@ -283,9 +292,9 @@ def test_expert_parallelism_spreads_weights_and_sends_rows_there_and_back() -> N
         expected = one.seconds(LAYER, op, 16, 0) - 0.4 * WEIGHTS / 1e9 + exchanged  # it reads 0.6 of the weights
         assert spread.seconds(LAYER, op, 16, 0) == pytest.approx(expected)
     assert (spread.num_parameters(LAYER), spread.num_trained(LAYER)) == (300, 300)
-    assert spread.num_optimized(LAYER, 4) == pytest.approx(100 / 4 + 400 / 4)
+    assert spread.num_optimized(LAYER, sharded(4)) == pytest.approx(100 / 4 + 400 / 4)
     reduced = CLUSTER.exchange_seconds(4 * 100, 4) + CLUSTER.exchange_seconds(4 * 200, 2, stride=2)
-    assert spread.gradient_seconds(LAYER, 4, shards=4) == pytest.approx(reduced)
+    assert spread.gradient_seconds(LAYER, sharded(4)) == pytest.approx(reduced)
     both = CountedCosts(model, CLUSTER, Degrees(tensor=2, experts=2))
     assert both.num_parameters(LAYER) == 100 / 2 + 400 / 2  # experts are whole on each of the ranks that share layers
 
@@ -293,12 +302,12 @@ def test_expert_parallelism_spreads_weights_and_sends_rows_there_and_back() -> N
 def test_a_sharded_optimizer_sends_six_bytes_of_a_parameter_and_not_eight() -> None:
     """bfloat16 trains with float32 gradients: a reduce-scatter of four bytes and an all-gather of two."""
     costs = CountedCosts(replace(MODEL, dtype="bfloat16"), CLUSTER)
-    whole, scattered = (costs.gradient_seconds(LAYER, 2, shards) for shards in (1, 2))
-    gathered = costs.gather_seconds(LAYER, 2)
+    whole, scattered = (costs.gradient_seconds(LAYER, update) for update in (Update(STATE, 2), sharded(2)))
+    gathered = costs.gather_seconds(LAYER, sharded(2))
     assert scattered == pytest.approx(500 * 4 / 2 / 1e8)
     assert gathered == pytest.approx(500 * 2 / 2 / 1e8)
     assert scattered + gathered == pytest.approx(6 / 8 * whole)
-    assert costs.gradient_seconds(LAYER, 1) == costs.gather_seconds(LAYER, 1) == 0
+    assert costs.gradient_seconds(LAYER, sharded(1)) == costs.gather_seconds(LAYER, sharded(1)) == 0
 
 
 def test_ranks_that_share_tokens_move_and_keep_their_part_of_wide_tensors() -> None:
@@ -361,8 +370,8 @@ def test_the_optimizer_and_the_reduction_move_what_is_kept_of_every_parameter() 
     for shards in (1, 3):
         # Parameters in float16 are read and written, gradients read, and so are master weights and two moments.
         moved = 2 * 2 + 4 + 2 * 12 / shards
-        assert ONE.optimizer_step_seconds(stage, shards=shards) == pytest.approx(1500 * moved / 1e9)
-    assert ONE.gradient_seconds(stage, 2) == pytest.approx(1500 * 4 / 1e8)
+        assert ONE.optimizer_step_seconds(stage, sharded(shards)) == pytest.approx(1500 * moved / 1e9)
+    assert ONE.gradient_seconds(stage, Update(STATE, 2)) == pytest.approx(1500 * 4 / 1e8)
 
 
 def test_the_slicing_program_takes_the_times() -> None:
@@ -436,7 +445,7 @@ def test_units_add_up_to_stages_and_to_the_model(
     np.testing.assert_allclose(sliced.stage_activations(bounds), held, rtol=1e-9)
     state = StateBytes.of(model.dtype)
     each = state.weights + state.gradients + state.optimizer
-    problem = JointProblem(costs, SEQ_LEN, num_ranks=2, state=state)
+    problem = JointProblem(costs, SEQ_LEN, num_ranks=2, update=Update(state))
     assert problem.state_sums[-1] == pytest.approx(each * costs.num_parameters(range(len(model.kinds))))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache, partial, reduce
 from itertools import permutations
 
@@ -10,6 +11,7 @@ import pytest
 from benchmarks.golden_plans.answers import _profile
 
 from slipstream.cost import (
+    LONE_UPDATE,
     Costs,
     CountedCosts,
     CountedOperations,
@@ -23,6 +25,7 @@ from slipstream.cost import (
     load_cluster,
 )
 from slipstream.cost.counted_parts import CountedParts
+from slipstream.planner.cuts import Cuts
 from slipstream.planner.joint import Tabulated
 from slipstream.planner.ragged import StageRates
 from slipstream.profile import count_model
@@ -40,17 +43,21 @@ def counted() -> ModelCount:
 
 @pytest.mark.parametrize("degrees", DEGREES)
 def test_modes_of_what_is_elsewhere_commute(degrees: Degrees) -> None:
-    """What a part costs is the same whichever of them is applied first; who shares the work, and what is trained, come
-    before all of them."""
+    """What a part costs is the same whichever of them is applied first. Who shares the work, and what is trained, come
+    before all of them; the update comes after."""
     costs = CountedCosts(counted(), load_cluster("h100-dgx"), degrees)
-    modes = (WithoutHead, WithoutLookups, partial(Tabulated, seq_len=SEQ_LEN, granularity=1))
+    modes = (WithoutHead, WithoutLookups, partial(Tabulated, seq_len=SEQ_LEN, cuts=Cuts(1)))
+    update = replace(LONE_UPDATE, copies=4, shard="optimizer")
     work = Work.of_slices(Op.B, (SEQ_LEN // 2, SEQ_LEN // 2))
 
     def told(wrapped: Costs) -> list[np.ndarray]:
         parts = list(wrapped.parts)
         numbers = [each[parts] for each in wrapped.each_number]
         times = [wrapped.each_seconds(work)[parts], wrapped.fixed_seconds(work)]
-        return [*times, *numbers, wrapped.each_weight(2)[parts], wrapped.each_activation(work.lengths)[parts]]
+        kept = [update.optimized(wrapped.each_number, wrapped.divided)[parts], wrapped.each_weight(2)[parts]]
+        whole = range(wrapped.num_layers)
+        after = [wrapped.gradient_seconds(whole, update), wrapped.optimizer_step_seconds(whole, update)]
+        return [*times, *numbers, *kept, wrapped.each_activation(work.lengths)[parts], np.array(after)]
 
     orders = [told(reduce(lambda inner, mode: mode(inner), order, costs)) for order in permutations(modes)]
     plain = told(costs)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from slipstream.cost import (
+    LONE_UPDATE,
     OPS,
     Hardware,
     MeasuredCosts,
@@ -21,6 +22,7 @@ from slipstream.cost import (
     Profile,
     ProfileSource,
     StageParts,
+    Update,
     fit_times,
     load_profile,
 )
@@ -261,7 +263,7 @@ def test_memory_of_a_stage(profile: Profile) -> None:
     assert MeasuredCosts(profile).context_bytes(range(1, 5), 10) == pytest.approx(8 * 4 * 10)
     assert MeasuredCosts(profile).context_gradient_bytes(range(1, 5), 10) == pytest.approx(16 * 4 * 10)
     assert MeasuredCosts(profile).num_parameters(range(3, 6)) == 150 + 100 + 150 + 1000
-    assert MeasuredCosts(profile).optimizer_step_seconds(range(3, 6)) == pytest.approx(1.4e-6)
+    assert MeasuredCosts(profile).optimizer_step_seconds(range(3, 6), LONE_UPDATE) == pytest.approx(1.4e-6)
 
 
 def test_replicas_reduce_gradients_over_the_measured_link(profile: Profile) -> None:
@@ -270,21 +272,23 @@ def test_replicas_reduce_gradients_over_the_measured_link(profile: Profile) -> N
     assert link is not None
     stage = range(3, 6)
     third = 4 * MeasuredCosts(profile).num_parameters(stage) / 3 / link.bandwidth
-    assert MeasuredCosts(profile).gradient_seconds(stage, 3) == pytest.approx(4 * (link.latency + third))
-    assert MeasuredCosts(profile).gradient_seconds(stage, 1) == 0
+    three = replace(LONE_UPDATE, copies=3)
+    assert MeasuredCosts(profile).gradient_seconds(stage, three) == pytest.approx(4 * (link.latency + third))
+    assert MeasuredCosts(profile).gradient_seconds(stage, LONE_UPDATE) == 0
     twice = replace(profile, link=replace(link, sum_bandwidth=2 * link.bandwidth))
-    assert MeasuredCosts(twice).gradient_seconds(stage, 3) == pytest.approx(4 * (link.latency + third / 2))
-    assert (
-        MeasuredCosts(profile).optimizer_step_seconds(stage, shards=2)
-        == MeasuredCosts(profile).optimizer_step_seconds(stage) / 2
+    assert MeasuredCosts(twice).gradient_seconds(stage, three) == pytest.approx(4 * (link.latency + third / 2))
+    whole, half = (
+        MeasuredCosts(profile).optimizer_step_seconds(stage, update)
+        for update in (LONE_UPDATE, replace(LONE_UPDATE, copies=2, shard="optimizer"))
     )
+    assert half == whole / 2
     source = ProfileSource(profile, num_ranks=4)
     options = PlanOptions(pipeline_parallel=(2,), schedule=("1f1b",), stages_per_rank=(1,), num_slices=(2,))
     found = search_plans(source, 64, 6, options=options).best
     cut = StageParts.of_partition(found.plan.partition, len(profile.kinds), 1)
     assert found.plan.data_parallel == 2
-    shards = found.plan.optimizer_shards
-    reduced = [pytest.approx(MeasuredCosts(profile).gradient_seconds(each, 2, shards)) for each in cut]
+    update = Update(source.state, 2, found.plan.shard)
+    reduced = [pytest.approx(MeasuredCosts(profile).gradient_seconds(each, update)) for each in cut]
     assert found.seconds_by_cause["gradient reduction"] in reduced
     assert any("computed from the measured link" in note for note in source.notes())
     assert any("can't measure a link" in note for note in ProfileSource(replace(profile, link=None), 1).notes())

@@ -6,6 +6,7 @@ import copy
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, Literal
@@ -28,7 +29,7 @@ from transformers import (
 from transformers.integrations.moe import ExpertsInterface, batched_mm_experts_forward
 
 from slipstream import Memory, Parallelism, Pipeline, SequenceLoss, SlipstreamError, make_mesh
-from slipstream.cost import MeasuredCosts, profile_behind
+from slipstream.cost import LONE_UPDATE, MeasuredCosts, profile_behind
 from slipstream.model import causal_cross_entropy
 from slipstream.model.anatomy import expert_modules
 from slipstream.model.toy import perturb_parameters
@@ -465,7 +466,8 @@ def planned() -> None:
     assert {0, a_half} <= {stage.num_in_experts for stage in profile.stages}
     costs = MeasuredCosts(profile)
     others = costs.num_parameters(range(3)) - 3 * a_half
-    assert costs.num_optimized(range(3), 2) == others / 2 + 3 * a_half
+    both = replace(LONE_UPDATE, copies=2, shard="optimizer")
+    assert costs.num_optimized(range(3), both) == others / 2 + 3 * a_half
 
 
 def four_replicas(every: bool = False) -> None:

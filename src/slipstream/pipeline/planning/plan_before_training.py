@@ -21,6 +21,7 @@ from slipstream.cost import (
     PartlyTrained,
     Profile,
     StateBytes,
+    Update,
     WithoutHead,
     profile_behind,
 )
@@ -114,14 +115,13 @@ class StartRequest(ExpectedBatch):
         for, where time ran out."""
         problem = JointProblem(
             costs=costs,
-            state=self.state,
+            update=Update(self.state, self.replicas * costs.degrees.token_ranks, self.parallel.shard),
             seq_len=self.seq_len,
             num_ranks=self.num_ranks,
             num_microbatches=self.num_microbatches,
             cuts=self.cuts(longest),
             memory_limit=self.memory_limit,
             account=partial(self._peaks, costs),
-            optimizer_shards=self.replicas * costs.degrees.context if self.parallel.shard != "none" else 1,
             tied=self.tied,
         )
         return replace(problem, effort=self.effort * problem.effort)

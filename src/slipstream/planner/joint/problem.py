@@ -10,7 +10,7 @@ from math import inf
 import numpy as np
 
 from slipstream.array_types import Floats
-from slipstream.cost import FLOAT32_STATE, Costs, LinkTime, StateBytes
+from slipstream.cost import LONE_UPDATE, Costs, LinkTime, Update
 from slipstream.planner.cuts import USUAL_CUTS, Cuts
 from slipstream.planner.joint.sliced_units import SlicedUnits
 from slipstream.planner.order.given_order import given_order
@@ -35,9 +35,8 @@ class JointProblem:
         effort: how many actions list scheduling may place; some 5 million take a second.
         most_seconds: only a shorter step is of interest.
         tied: whether the head's weight embeds too, so that the embedding is spread where the head is.
-        state: bytes per parameter.
+        update: that ends the step.
         replicas: pipelines that share the batch.
-        optimizer_shards: ranks over which the optimizer's state is spread.
         given: the choices that are kept; of the order, the stages a rank, the placement, the cut, the slices and the
             recomputation, those that it leaves open are searched for. The backwards of a named order are split where
             they may be; without a recomputation there is none, or what the memory limit asks for.
@@ -55,9 +54,8 @@ class JointProblem:
     effort: float = 1.5e8
     most_seconds: float = inf
     tied: bool = False
-    state: StateBytes = FLOAT32_STATE
+    update: Update = LONE_UPDATE
     replicas: int = 1
-    optimizer_shards: int = 1
     given: Plan = NOTHING_DECIDED
     whole_rounds: bool = False
 
@@ -108,8 +106,8 @@ class JointProblem:
     @cached_property
     def state_sums(self) -> Floats:
         """The bytes of weights, gradients and optimizer state of the first 0, 1, ... units."""
-        costs, state = self.costs, self.state
-        optimized = costs.each_number.optimized(self.optimizer_shards, costs.degrees.experts)
+        costs, state = self.costs, self.update.state
+        optimized = self.update.optimized(costs.each_number, costs.divided)
         of_kinds = costs.each_weight(state.weights) + state.gradients * costs.each_number.trained
         of_kinds = of_kinds + state.optimizer * optimized
         sums: Floats = np.concatenate([[0.0], np.cumsum(of_kinds[list(costs.parts)])])

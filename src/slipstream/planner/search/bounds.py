@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from slipstream.array_types import Flags, Floats
-from slipstream.cost import BY_LAYER, REPLAYED, CostSource
+from slipstream.cost import BY_LAYER, REPLAYED, CostSource, Update
 from slipstream.planner.order.makespan_bounds import rank_bounds
 from slipstream.planner.plan import Plan
 from slipstream.planner.search.placed_partition import PlacedPartition
@@ -35,7 +35,7 @@ class StageSizes:
 
     weights: Floats
     trained: Floats
-    optimized: Callable[[int], Floats]  # how many have their optimizer state here, by over how many ranks it is spread
+    optimized: Callable[[Update], Floats]  # how many have their optimizer state here
     context: Floats
     kept: dict[str, Floats]  # by kind of recomputation
     largest: Floats  # without recomputation, of each rank's largest stage
@@ -66,7 +66,7 @@ class GroupBounds:
     sizes: StageSizes
     source: CostSource
     num_microbatches: int
-    num_copies: int  # ranks with the same weights
+    updates: Sequence[Update]  # by kind of sharding
     splits_all: bool  # whether all backwards are I and W, or only those that send their result to another rank
     slicings: Sequence[Slicing]
     savings: Savings
@@ -152,10 +152,7 @@ class GroupBounds:
         sizes, state, per_rank = self.sizes, self.source.state, self.cut.per_rank
         by_layer = self._by_layer[:, None, None]
         gradients = state.gradients if self.num_microbatches > 1 else 0
-        optimized = [
-            state.of_shards(shard).optimizer * sizes.optimized(1 if shard == "none" else self.num_copies)
-            for shard in self.savings.shard
-        ]
+        optimized = [update.held.optimizer * sizes.optimized(update) for update in self.updates]
         state_bytes = per_rank(sizes.weights + gradients * sizes.trained + np.stack(optimized))
         # a backward has all of its slice's activations, or a layer's, whatever was dropped or offloaded before
         longest = np.array([max(slices, default=0) / max(1, sum(slices)) for slices in self.slicings])

@@ -20,6 +20,7 @@ from slipstream.cost import (
     Stage,
     StageParts,
     StateBytes,
+    Update,
     check_partition,
     head_part_memory,
     memory_table,
@@ -119,7 +120,7 @@ class Evaluation:
     slices: Slicing
     arrays: ActionArrays
     find_times: Callable[[], StepTimes]
-    state: StateBytes
+    update: Update
     host: HostMemorySpec | None = None
     alike: Callable[[Stage], Stage] = _itself
     num_extrapolated: int = 0
@@ -194,7 +195,7 @@ class Evaluation:
     def table(self) -> MemoryTable:
         """The bytes of its actions."""
         c = self.plan
-        saved = c.recompute, self.state.of_shards(c.shard), c.optimizer_shards
+        saved = c.recompute, self.update
         if self.cut.spreads_head:
             whole = StageParts.of_units(self.cut.bounds)
             table = head_part_memory(self.cut.costs, whole, self.schedule, self.slices, *saved)
@@ -330,13 +331,14 @@ def evaluate(
     check_partition(plan.partition, costs.num_layers, costs.units_per_layer)
     bounds = unit_bounds(plan.partition, costs.num_layers, costs.units_per_layer)
     cut = PlacedPartition(costs, plan.placement, bounds, plan.vocabulary == "spread")
+    update = Update(state, plan.num_copies, plan.shard)
     return Evaluation(
         plan=plan,
         cut=cut,
         slices=plan.slices,
         arrays=_actions(plan, cut),
-        find_times=partial(_step_times, plan, cut, state),
-        state=state,
+        find_times=partial(_step_times, plan, cut, update),
+        update=update,
         host=host,
         beside=beside,
     )
@@ -378,26 +380,25 @@ def _actions(plan: Plan, cut: PlacedPartition) -> ActionArrays:
     return cached_schedule(ScheduleShape.of(plan, plan.num_microbatches, cut.num_frozen), replays, plan.offload)
 
 
-def _step_times(plan: Plan, cut: PlacedPartition, state: StateBytes) -> StepTimes:
+def _step_times(plan: Plan, cut: PlacedPartition, update: Update) -> StepTimes:
     """Returns the seconds of a closed plan's actions, and of what follows them."""
     recomputations = tuple(dict.fromkeys(("none", "full", plan.recompute)))
     parts = part_times(cut.costs, recomputations, (plan.slices,))
     return StepTimes(
         stages=stage_times(cut, parts, recomputations, plan.slices),
-        reductions=reduction_seconds(cut, plan.num_copies, plan.optimizer_shards),
-        tails=tail_seconds(cut, plan.num_copies, plan.optimizer_shards),
-        head=head_times(plan, cut.costs, state),
+        reductions=reduction_seconds(cut, update),
+        tails=tail_seconds(cut, update),
+        head=head_times(plan, cut.costs),
     )
 
 
-def head_times(plan: Plan, costs: Costs, state: StateBytes) -> dict[tuple[int, int, Op], float]:
+def head_times(plan: Plan, costs: Costs) -> dict[tuple[int, int, Op], float]:
     """Returns the seconds of the actions of a head that is spread over the ranks of an order, by (stage, slice, op)."""
     if plan.vocabulary != "spread":
         return {}
     assert isinstance(plan.schedule, Schedule), "a search's named schedules have a whole head"
     problem = JointProblem(
         costs=costs,
-        state=state,
         seq_len=sum(plan.slices),
         num_ranks=plan.pipeline_parallel,
         num_microbatches=plan.num_microbatches,
@@ -407,16 +408,16 @@ def head_times(plan: Plan, costs: Costs, state: StateBytes) -> dict[tuple[int, i
     return {key: seconds for key, seconds in times.items() if key[2] in VOCABULARY}
 
 
-def reduction_seconds(cut: PlacedPartition, copies: int, shards: int) -> Floats:
+def reduction_seconds(cut: PlacedPartition, update: Update) -> Floats:
     """Returns the seconds in which the gradients of each stage are reduced over the replicas, (stages,)."""
-    return cut.per_stage(partial(cut.costs.gradient_seconds, copies=copies, shards=shards))
+    return cut.per_stage(partial(cut.costs.gradient_seconds, update=update))
 
 
-def tail_seconds(cut: PlacedPartition, copies: int, shards: int) -> Floats:
+def tail_seconds(cut: PlacedPartition, update: Update) -> Floats:
     """Returns each rank's seconds that always follow its last action, (3, ranks): of reducing the gradients of its
     first stage, of gathering weights, and of the optimizer."""
     firsts = [cut.placement.index(rank) for rank in range(cut.num_ranks)]
-    gathered = cut.per_stage(partial(cut.costs.gather_seconds, shards=shards))
-    optimizer = cut.per_stage(partial(cut.costs.optimizer_step_seconds, shards=shards))
-    gradients = reduction_seconds(cut, copies, shards)[firsts]
+    gathered = cut.per_stage(partial(cut.costs.gather_seconds, update=update))
+    optimizer = cut.per_stage(partial(cut.costs.optimizer_step_seconds, update=update))
+    gradients = reduction_seconds(cut, update)[firsts]
     return np.stack([gradients, cut.per_rank(gathered), cut.per_rank(optimizer)])

@@ -90,9 +90,8 @@ def _problem(space: PlanSpace, start: Plan, best: float) -> JointProblem:
     cuts = space.choices.cuts.with_long_ends(space.seq_len)
     return JointProblem(
         costs=Tabulated(costs, space.seq_len, cuts) if costs.deserves_table else costs,
-        state=space.source.state,
+        update=space.update(start),
         replicas=start.data_parallel,
-        optimizer_shards=start.optimizer_shards,
         seq_len=space.seq_len,
         num_ranks=start.pipeline_parallel,
         num_microbatches=num_microbatches,

@@ -9,7 +9,7 @@ from heapq import heappop, heappush, nsmallest
 from itertools import islice, product
 from math import inf, prod
 
-from slipstream.cost import CostSource, Degrees
+from slipstream.cost import WAYS, CostSource, Degrees
 from slipstream.errors import SlipstreamError
 from slipstream.planner.plan import CHOICES, Plan
 from slipstream.planner.plan_report import Alternative, PlanReport, Prediction
@@ -108,9 +108,9 @@ def search_plans(
         seconds=time.perf_counter() - began,
         notes=source.trained() + source.notes(),
         refusals={
-            choice: why
-            for choice, why in source.refusals.items()
-            if choice == "context_parallel" or (choice == "expert_parallel" and source.num_experts)
+            way.named.choice: source.refusals[way.named.choice]
+            for way in WAYS.values()
+            if way.named.choice in source.refusals and (source.num_experts or not way.is_of_experts)
         },
         trained=source.trained(),
         sequence_parallel=source.sequence_parallel and best[0].plan.tensor_parallel > 1,

@@ -18,11 +18,13 @@ from slipstream.cost import (
     CostSource,
     Degrees,
     Stage,
+    Update,
     all_degrees,
     divided_by,
     kinds_by_layer,
     partition_of,
     parts_of,
+    possible_shards,
     unit_bounds,
 )
 from slipstream.errors import SlipstreamError
@@ -214,14 +216,18 @@ class PlanSpace:
         parts, per_layer, num_layers = self.source.parts, self.source.units_per_layer, len(self.source.kinds)
         return self._alike.setdefault(kinds_by_layer(parts, parts_of(stage, num_layers, per_layer), per_layer), stage)
 
+    def update(self, plan: Plan) -> Update:
+        """Returns the update that ends the plan's step."""
+        return Update(self.source.state, plan.num_copies, plan.shard)
+
     def tails(self, plan: Plan) -> Floats:
         """Returns each rank's seconds that always follow its last action: of reducing the gradients of its first stage,
         of gathering weights, and of the optimizer."""
-        return self._tails(self.cut(plan), plan.num_copies, plan.optimizer_shards)
+        return self._tails(self.cut(plan), self.update(plan))
 
     def gradient_seconds(self, plan: Plan) -> Floats:
         """Returns the seconds in which each stage's gradients are reduced over the replicas."""
-        return self._gradients(self.cut(plan), plan.num_copies, plan.optimizer_shards)
+        return self._gradients(self.cut(plan), self.update(plan))
 
     def _sizes(self, cut: PlacedPartition) -> StageSizes:
         costs, length, per_stage = cut.costs, self.seq_len, cut.per_stage
@@ -234,7 +240,7 @@ class PlanSpace:
         np.maximum.at(largest, list(cut.placement), kept["none"])
         context = per_stage(partial(costs.context_bytes, length=length))
         weights = per_stage(partial(costs.weight_bytes, each=self.source.state.weights))
-        optimized = cache(lambda shards: per_stage(partial(costs.num_optimized, shards=shards)))
+        optimized = cache(lambda update: per_stage(partial(costs.num_optimized, update=update)))
         numbers = weights, per_stage(costs.num_trained), optimized
         return StageSizes(*numbers, context, kept, largest)
 
@@ -261,7 +267,7 @@ class PlanSpace:
             slices=self.slices(plan),
             arrays=self.actions(plan, shape),
             find_times=partial(self._step_times, plan),
-            state=self.source.state,
+            update=self.update(plan),
             host=self.source.host,
             alike=self.alike,
             num_extrapolated=self.num_microbatches(plan) - shape.num_microbatches,
@@ -272,7 +278,7 @@ class PlanSpace:
             stages=self.times(plan),
             reductions=self.gradient_seconds(plan),
             tails=self.tails(plan),
-            head=head_times(plan, self.costs(plan.degrees, plan.microbatch_size), self.source.state),
+            head=head_times(plan, self.costs(plan.degrees, plan.microbatch_size)),
         )
 
     def fits(self, evaluation: Evaluation) -> bool:
@@ -282,7 +288,7 @@ class PlanSpace:
     def may_fit(self, plan: Plan) -> bool:
         """Returns False only if a plan is too large, even without messages and keys' gradients."""
         cut, shape = self.cut(plan), self.shape(plan)
-        state = self.source.state.of_shards(plan.shard)
+        update, state = self.update(plan), self.update(plan).held
         sizes, slices, by_layer = self.sizes(cut), np.array(self.slices(plan)), plan.recompute in BY_LAYER
         bound = MemoryBound(
             whole=np.outer(sizes.kept["full" if by_layer else "none"], slices / self.seq_len),
@@ -291,7 +297,7 @@ class PlanSpace:
             gradients=state.gradients * sizes.trained,
             offloads=bool(plan.offload),
         )
-        state_bytes = sizes.weights + state.optimizer * sizes.optimized(plan.optimizer_shards)
+        state_bytes = sizes.weights + state.optimizer * sizes.optimized(update)
         if (bound.peaks(shape) + cut.per_rank(state_bytes)).max() > self.memory:
             return False
         host = self.source.host
@@ -334,7 +340,7 @@ class PlanSpace:
             return 0.0
         costs, whole = self.costs(mesh.degrees, mesh.microbatch_size), range(len(self.source.kinds))
         num_microbatches = self.global_batch // (mesh.data_parallel * mesh.microbatch_size)
-        optimizer = costs.optimizer_step_seconds(whole, mesh.num_copies)
+        optimizer = costs.optimizer_step_seconds(whole, Update(self.source.state, mesh.num_copies, "optimizer"))
         return (work * num_microbatches + optimizer) / mesh.pipeline_parallel
 
     def _least_work(self, degrees: Degrees, size: int) -> float:
@@ -410,7 +416,7 @@ class PlanSpace:
             sizes=self.sizes(cut),
             source=self.source,
             num_microbatches=self.num_microbatches(first),
-            num_copies=first.num_copies,
+            updates=[self.update(replace(first, shard=shard)) for shard in savings.shard],
             splits_all=SCHEDULES[first.schedule_name].splits,
             slicings=(*lengths, ()),
             savings=savings,
@@ -426,19 +432,17 @@ class PlanSpace:
     def mean_state(self, mesh: Plan) -> float:
         """Returns the least weights, gradients and optimizer state that a rank of a mesh may have, if all had as
         much; infinite where no way to save memory is allowed."""
-        degrees, size = mesh.degrees, mesh.microbatch_size
-        has_more = self.global_batch > mesh.data_parallel * size
-        shards = {(shard, mesh.num_copies if shard != "none" else 1) for _, _, shard in self._savings(mesh).every}
-        least = min((self._state(degrees, size, *shard, has_more) for shard in shards), default=inf)
-        return least / mesh.pipeline_parallel
+        has_more = self.global_batch > mesh.data_parallel * mesh.microbatch_size
+        updates = {self.update(replace(mesh, shard=shard)) for _, _, shard in self._savings(mesh).every}
+        states = (self._state(mesh.degrees, mesh.microbatch_size, update, has_more) for update in updates)
+        return min(states, default=inf) / mesh.pipeline_parallel
 
-    def _state_bytes(self, degrees: Degrees, size: int, shard: str, number: int, has_more: bool) -> float:
+    def _state_bytes(self, degrees: Degrees, size: int, update: Update, has_more: bool) -> float:
         """Returns the weights, gradients and optimizer state of one rank with all layers; without gradients where they
         aren't there before the only microbatch's end."""
-        costs, layers = self.costs(degrees, size), range(len(self.source.kinds))
-        state = self.source.state.of_shards(shard)
+        costs, layers, state = self.costs(degrees, size), range(len(self.source.kinds)), update.held
         held = costs.weight_bytes(layers, state.weights) + has_more * state.gradients * costs.num_trained(layers)
-        return held + state.optimizer * costs.num_optimized(layers, number)
+        return held + state.optimizer * costs.num_optimized(layers, update)
 
     def _savings(self, mesh: Plan) -> Savings:
         """Returns the ways to save memory, those that cost nothing first.
@@ -448,11 +452,10 @@ class PlanSpace:
         """
         recomputations = [w for w in self.source.recomputations if self.options.allows("recompute", w)]
         offloads = self.options.values("offload", (0.0, 1.0) if self.source.host else (0.0,))
-        shards = ["optimizer", "none"] if mesh.num_copies > 1 else ["none"]
-        shards = [shard for shard in shards if self.options.allows("shard", shard)]
-        shares_parameters = mesh.num_copies > 1 and divided_by(mesh.degrees).width == 1
-        if "parameters" in self.options.values("shard") and shares_parameters:
-            shards.append("parameters")
+        may_be = possible_shards(mesh.num_copies, divided_by(mesh.degrees))
+        shards = [shard for shard in may_be if self.options.allows("shard", shard)]
+        if "shard" not in self.options.allowed and "parameters" in shards:
+            shards.remove("parameters")
         return Savings(tuple(recomputations), tuple(offloads), tuple(shards))
 
 

@@ -1,0 +1,109 @@
+"""The update that ends a step: what the optimizer's rule keeps of a parameter and moves, and which ranks share it.
+
+It is applied last, to the numbers of parameters that any costs say, whichever modes wrap them. AdamW is the rule: bytes
+are those of its two moments, and of a master weight beside a narrow one.
+
+    costs       seconds of the sums of gradients, of the rule, and of gathering what each rank updated
+    refuses     shards of tied weights, and of parameters that are cut already
+    converts    parameters to bytes of weights, gradients and state, and to the part of each that a rank keeps
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+from slipstream.array_types import Floats
+from slipstream.cost.operation_counts import ModelCount
+from slipstream.cost.sharing import Divided
+from slipstream.number_format import find_format
+
+
+class Numbers(NamedTuple):
+    """The numbers of parameters that a rank holds, (kinds,) each, of a part of every kind."""
+
+    all: Floats
+    trained: Floats
+    trained_in_experts: Floats  # trained ones of experts that are spread over ranks
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes per parameter that training keeps. bfloat16 trains with a float32 master weight and two moments."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+
+    @classmethod
+    def of(cls, dtype: str) -> StateBytes:
+        """Returns those of weights that are trained in this dtype."""
+        kept = find_format(dtype)
+        return cls(kept.weight_bytes, kept.gradient_bytes, kept.optimizer_bytes)
+
+
+@dataclass(frozen=True)
+class Update:
+    """The update of weights, of which several ranks have copies.
+
+    Args:
+        state: bytes per parameter, where nothing is sharded.
+        copies: ranks with the same weights, but for experts.
+        shard: what each of them keeps only its part of: "none", the "optimizer"'s state, or the "parameters" too.
+    """
+
+    state: StateBytes
+    copies: int = 1
+    shard: str = "none"
+
+    @property
+    def shards(self) -> int:
+        """The ranks over which the optimizer's state is spread."""
+        return self.copies if self.shard != "none" else 1
+
+    @cached_property
+    def held(self) -> StateBytes:
+        """The bytes per parameter while a step runs. The rows of sharded parameters lie beside the whole ones, and
+        count as the optimizer's; master weights are those rows."""
+        state = self.state
+        has_masters = state.weights < state.gradients
+        more = 0 if self.shard != "parameters" or has_masters else state.weights
+        return replace(state, optimizer=state.optimizer + more)
+
+    def optimized(self, numbers: Numbers, divided: Divided) -> Floats:
+        """Returns how many trained parameters have their optimizer state on a rank: of spread experts a larger part
+        than of other weights, as fewer ranks have the same ones."""
+        shared, in_experts = divided.copies(self.shards)
+        elsewhere = numbers.trained - numbers.trained_in_experts
+        return elsewhere / shared.num_ranks + numbers.trained_in_experts / in_experts.num_ranks
+
+    @property
+    def passes_of_gradients(self) -> int:
+        """How often gradients go around: a reduce-scatter, and where each rank updates all weights a gathering."""
+        return 1 if self.shards > 1 else 2
+
+    def moved_bytes(self, trained: float, optimized: float) -> float:
+        """Returns the bytes that the rule reads and writes: weights, its state, and gradients, which it only reads."""
+        state = self.state
+        written = state.weights * trained + state.optimizer * optimized
+        return 2 * written + state.gradients * trained
+
+
+LONE_UPDATE = Update(StateBytes.of("float32"))
+"""The update of float32 weights of which there are no copies."""
+
+
+def refused_shards(model: ModelCount) -> dict[str, str]:
+    """Returns why parameters can't be sharded, by the choice in a plan, as far as the model's counts tell."""
+    if not model.tied:
+        return {}
+    return {"shard": "The head is tied to the embedding, and their shards would be updated separately."}
+
+
+def possible_shards(copies: int, divided: Divided) -> tuple[str, ...]:
+    """Returns what ranks with the same weights can shard, what costs least first: no parameters that ranks which share
+    layers have cut already."""
+    if copies == 1:
+        return ("none",)
+    return ("optimizer", "none", "parameters") if divided.width == 1 else ("optimizer", "none")
