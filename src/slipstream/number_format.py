@@ -109,6 +109,15 @@ PRECISIONS: dict[str, TrainingPrecision] = {
 """The values of `training.precision`."""
 
 
+def weight_format(dtype: str) -> NumberFormat:
+    """Returns the format of weights that are trained, or measured, in this dtype; it is another one under autocast.
+
+    Raises:
+        SlipstreamError: models aren't trained in it.
+    """
+    return PRECISIONS[AUTOCAST].weights if dtype == AUTOCAST else find_format(dtype)
+
+
 def precision_of(dtype: str) -> PrecisionName | None:
     """Returns the `training.precision` whose weights and products are of this dtype; None where there is none."""
     alike = (each.name for each in PRECISIONS.values() if each.weights.name == each.computed.name == dtype)

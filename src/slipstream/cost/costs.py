@@ -222,16 +222,6 @@ class Costs(ABC):
 
     # --- replicas and the optimizer ----------------------------------------------------------------------------------
 
-    @property
-    def gradient_bytes(self) -> float:
-        """The bytes of a parameter's gradient that replicas add up."""
-        return 4.0
-
-    @property
-    def gathered_bytes(self) -> float:
-        """The bytes of an updated parameter that the ranks of a sharded optimizer gather."""
-        return float(self.dtype_bytes)
-
     def gathering_seconds(self, num_bytes: float, copies: Copies) -> float:
         """Returns the time in which ranks with the same weights gather, or reduce-scatter, so many bytes."""
         return 0.0
@@ -404,11 +394,11 @@ class Costs(ABC):
 
     def gradient_seconds(self, stage: Stage, update: Update) -> float:
         """Returns the time in which a stage's gradients are reduced over the ranks with the same weights."""
-        return update.passes_of_gradients * self.between_copies(stage, self.gradient_bytes, update.copies)
+        return update.passes_of_gradients * self.between_copies(stage, update.state.gradients, update.copies)
 
     def gather_seconds(self, stage: Stage, update: Update) -> float:
         """Returns the time in which the ranks of a sharded optimizer gather the updated parameters."""
-        return self.between_copies(stage, self.gathered_bytes, update.shards)
+        return self.between_copies(stage, update.state.weights, update.shards)
 
     def between_copies(self, stage: Stage, num_bytes: float, copies: int) -> float:
         """Returns the time in which ranks gather, or reduce-scatter, `num_bytes` of each trained parameter: over all

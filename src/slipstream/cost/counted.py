@@ -31,7 +31,7 @@ from slipstream.cost.costs import NO_LINK, LinkTime
 from slipstream.cost.counted_parts import CountedParts
 from slipstream.cost.operation_counts import AttentionCall, ModelCount, OpCount, PartCount
 from slipstream.cost.sharing import WAYS, Copies, Exchange
-from slipstream.cost.update import StateBytes, Update
+from slipstream.cost.update import Update
 from slipstream.cost.work import OPS, Stage, Work
 from slipstream.options import UNSHARED, Degrees
 from slipstream.schedule import BACKWARDS, Action, Op
@@ -157,14 +157,6 @@ class CountedCosts(CountedParts):
                 seconds = [costs.attention_seconds(call, op, length, 0) for costs in (self, even)]
                 total += count * max(0.0, float(seconds[0] - seconds[1]))
         return total
-
-    @property
-    def gradient_bytes(self) -> float:
-        return StateBytes.of(self.model.dtype).gradients
-
-    @property
-    def gathered_bytes(self) -> float:
-        return StateBytes.of(self.model.dtype).weights
 
     def gathering_seconds(self, num_bytes: float, copies: Copies) -> float:
         return float(self.cluster.exchange_seconds(num_bytes, *copies))

@@ -21,8 +21,6 @@ from slipstream.options import Degrees
 from slipstream.schedule import Op
 from slipstream.simulator import TableCost
 
-_GRADIENT = 4  # bytes of a gradient, at least: those of master weights are float32
-
 
 @dataclass(frozen=True)
 class MeasuredCosts(Costs):
@@ -168,10 +166,6 @@ class MeasuredCosts(Costs):
                 f"--seq-len={sum(slices)}."
             )
         return super().action_costs(times, slices, data_parallel)
-
-    @property
-    def gradient_bytes(self) -> float:
-        return max(_GRADIENT, self.dtype_bytes)
 
     def gathering_seconds(self, num_bytes: float, copies: Copies) -> float:
         """Returns the time in which a ring passes on so many bytes."""

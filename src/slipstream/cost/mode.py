@@ -156,14 +156,6 @@ class Mode(Costs):
     def logits_gradient_bytes(self, stage: Stage, length: int) -> float:
         return self.costs.logits_gradient_bytes(stage, length)
 
-    @property
-    def gradient_bytes(self) -> float:
-        return self.costs.gradient_bytes
-
-    @property
-    def gathered_bytes(self) -> float:
-        return self.costs.gathered_bytes
-
     def gathering_seconds(self, num_bytes: float, copies: Copies) -> float:
         return self.costs.gathering_seconds(num_bytes, copies)
 

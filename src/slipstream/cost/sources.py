@@ -152,7 +152,7 @@ class ProfileSource:
         self.refusals |= dict.fromkeys(("shard", "vocabulary"), "Its times weren't measured.")
         self.parts, self.units_per_layer = profile.parts, profile.units_per_layer
         self.microbatch_sizes = (profile.microbatch_size,)
-        self.dtype, self.state = profile.dtype, StateBytes.of("float32")
+        self.dtype, self.state = profile.dtype, StateBytes.of(profile.dtype)
         self.sequence_parallel = profile.sequence_parallel
 
     def exchanges(self, degrees: Degrees, asked: Collection[str] | None = None) -> tuple[str, ...]:

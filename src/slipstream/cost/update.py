@@ -17,7 +17,7 @@ from typing import NamedTuple
 from slipstream.array_types import Floats
 from slipstream.cost.operation_counts import ModelCount
 from slipstream.cost.sharing import Divided
-from slipstream.number_format import find_format
+from slipstream.number_format import weight_format
 
 
 class Numbers(NamedTuple):
@@ -38,8 +38,8 @@ class StateBytes:
 
     @classmethod
     def of(cls, dtype: str) -> StateBytes:
-        """Returns those of weights that are trained in this dtype."""
-        kept = find_format(dtype)
+        """Returns those of weights that are trained, or measured, in this dtype."""
+        kept = weight_format(dtype)
         return cls(kept.weight_bytes, kept.gradient_bytes, kept.optimizer_bytes)
 
 

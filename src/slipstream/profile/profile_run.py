@@ -29,7 +29,7 @@ from slipstream.model import (
     model_for_timing,
     torch_dtype,
 )
-from slipstream.number_format import AUTOCAST, FORMATS, PRECISIONS
+from slipstream.number_format import AUTOCAST, FORMATS, PRECISIONS, weight_format
 from slipstream.options import Parallelism
 from slipstream.parallel import Ranks, SharedStages
 from slipstream.profile.layer_kinds import anatomy_with_halves, find_layer_kinds, find_unit_kinds
@@ -38,7 +38,7 @@ from slipstream.profile.stage_bench import StageBench, seconds_of
 from slipstream.version import __version__
 
 # The formats of weights by the name of a profile's dtype
-_WEIGHTS = {**FORMATS, AUTOCAST: PRECISIONS[AUTOCAST].weights}
+_DTYPES = (*FORMATS, AUTOCAST)
 _LONGEST_SLICE = 8192  # tokens by default: the logits of more would rarely fit
 _OPTIMIZER_REPEATS = 5
 _DOUBT = 0.005  # of a point's median: a plan's stages add up many of them
@@ -62,8 +62,8 @@ class ProfileSettings:
 
     def check(self, config: PretrainedConfig) -> None:
         """Raises SlipstreamError where a model can't be measured so."""
-        if self.dtype not in _WEIGHTS:
-            raise SlipstreamError(f"dtype={self.dtype!r} isn't known; choose one of {', '.join(_WEIGHTS)}.")
+        if self.dtype not in _DTYPES:
+            raise SlipstreamError(f"dtype={self.dtype!r} isn't known; choose one of {', '.join(_DTYPES)}.")
         for name, value in (
             ("seq_len", self.seq_len),
             ("microbatch_size", self.microbatch_size),
@@ -186,7 +186,7 @@ def make_benches(
     ranks = ranks or Ranks.of()
     owned = {layer for cut, _ in cuts for layer in cut.layers} | {*ModelEnd}
     ends = replace(cuts[0][1], separate_ends=frozenset(ModelEnd))
-    model = model_for_timing(config, ends, owned, device, torch_dtype(_WEIGHTS[settings.dtype].name)).train()
+    model = model_for_timing(config, ends, owned, device, torch_dtype(weight_format(settings.dtype).name)).train()
     shared = SharedStages.of(config, ends, ranks, settings.parallel)
     shared.shard(model)
     others = None

@@ -13,6 +13,7 @@ import pytest
 from slipstream.cost import (
     LONE_UPDATE,
     OPS,
+    Degrees,
     Hardware,
     MeasuredCosts,
     MeasuredLink,
@@ -22,6 +23,7 @@ from slipstream.cost import (
     Profile,
     ProfileSource,
     StageParts,
+    StateBytes,
     Update,
     fit_times,
     load_profile,
@@ -292,6 +294,18 @@ def test_replicas_reduce_gradients_over_the_measured_link(profile: Profile) -> N
     assert found.seconds_by_cause["gradient reduction"] in reduced
     assert any("computed from the measured link" in note for note in source.notes())
     assert any("can't measure a link" in note for note in ProfileSource(replace(profile, link=None), 1).notes())
+
+
+@pytest.mark.parametrize(("dtype", "weights"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("bf16", "float32")])
+def test_state_is_that_of_the_weights_that_were_measured(profile: Profile, dtype: str, weights: str) -> None:
+    """Under autocast they are float32, though half as many bytes are sent between stages."""
+    source = ProfileSource(replace(profile, dtype=dtype, dtype_bytes=4 if dtype == "float32" else 2), num_ranks=2)
+    assert source.state == StateBytes.of(weights)
+    stage, costs, link = range(3, 6), source.costs(Degrees(), 1), profile.link
+    assert link is not None
+    gathered = costs.gather_seconds(stage, Update(source.state, 2, "optimizer"))
+    num_bytes = source.state.weights * costs.num_parameters(stage)
+    assert gathered == pytest.approx(link.latency + num_bytes / 2 / link.ring_bandwidth)
 
 
 def test_a_file_comes_back_equal(profile: Profile, tmp_path: Path) -> None:

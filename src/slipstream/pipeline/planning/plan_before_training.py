@@ -27,7 +27,6 @@ from slipstream.cost import (
 )
 from slipstream.errors import SlipstreamError
 from slipstream.model import ALL_WEIGHTS, TrainedWeights, find_anatomy, why_layers_stay_whole
-from slipstream.number_format import AUTOCAST, PRECISIONS
 from slipstream.options import Parallelism
 from slipstream.parallel import Ranks, possible_exchanges
 from slipstream.pipeline.cut_batch import token_bytes
@@ -85,7 +84,7 @@ class StartRequest(ExpectedBatch):
     @property
     def state(self) -> StateBytes:
         """The bytes per parameter."""
-        return StateBytes.of(PRECISIONS[AUTOCAST].weights.name if self.dtype == AUTOCAST else self.dtype)
+        return StateBytes.of(self.dtype)
 
     def closed(self, plan: Plan, costs: Costs) -> Plan:
         """Returns a plan of order, cut, slices and recomputation with the mesh that it was made for."""

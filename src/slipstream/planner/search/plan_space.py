@@ -288,7 +288,8 @@ class PlanSpace:
     def may_fit(self, plan: Plan) -> bool:
         """Returns False only if a plan is too large, even without messages and keys' gradients."""
         cut, shape = self.cut(plan), self.shape(plan)
-        update, state = self.update(plan), self.update(plan).held
+        update = self.update(plan)
+        state = update.held
         sizes, slices, by_layer = self.sizes(cut), np.array(self.slices(plan)), plan.recompute in BY_LAYER
         bound = MemoryBound(
             whole=np.outer(sizes.kept["full" if by_layer else "none"], slices / self.seq_len),
