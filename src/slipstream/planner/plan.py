@@ -198,11 +198,6 @@ class Plan:
     def num_devices(self) -> int:
         return self.tensor_parallel * self.pipeline_parallel * self.num_copies
 
-    @property
-    def optimizer_shards(self) -> int:
-        """The number of ranks over which the optimizer's state is sharded."""
-        return self.num_copies if self.shard != "none" else 1
-
     # --- for people --------------------------------------------------------------------------------------------------
 
     def describe(self) -> str:
