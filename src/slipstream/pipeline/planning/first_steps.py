@@ -18,7 +18,7 @@ from slipstream.pipeline.planning.step_settings import RowOrder, StepSettings
 from slipstream.planner import Plan
 from slipstream.planner.joint import JointPlan, JointProblem, OutOfMemoryError, find_joint_plan
 from slipstream.planner.ragged import StageRates
-from slipstream.planner.room import Room
+from slipstream.planner.room import Room, first_within
 from slipstream.schedule import Schedule
 from slipstream.simulator import activation_peaks
 from slipstream.timeline import Timeline
@@ -118,15 +118,18 @@ class FirstSteps:
         rates = rates.holding(held.units, least[1])
         room = Room(self._limit, np.array(held.peaks) - _microbatch_bytes(rates, length, least[0].placement))
         problem = self._settings.row_problem(length, rates)
-        for _ in range(_ATTEMPTS):
+
+        def find(_: int) -> Order | None:
             account = partial(_peaks, rates, room.besides)
             try:
-                order = self._found(replace(problem, memory_limit=self._limit, account=account))
+                return self._found(replace(problem, memory_limit=self._limit, account=account))
             except OutOfMemoryError:
-                break
-            if room.has_space(np.array(self._held(*order, holds).peaks)):
-                return order
-        return least
+                return None
+
+        def fits(order: Order) -> bool:
+            return room.has_space(np.array(self._held(*order, holds).peaks))
+
+        return first_within(range(_ATTEMPTS), find, fits) or least
 
     def _holding_little(self, length: int, slices: tuple[int, ...], holds: Holds) -> tuple[Order, HeldBytes]:
         """Returns what keeps to the limit by its order alone, in these slices or in equal ones. Collective."""
