@@ -270,8 +270,9 @@ def test_the_slices_of_the_dynamic_program_are_no_more_than_are_allowed() -> Non
 
 def test_the_finals_prefer_what_is_shorter_in_its_best_order() -> None:
     """The quick orders, by which candidates are improved, would choose another."""
-    task = problem(costs=ToyCosts(num_layers=6, head=2.0), seq_len=1024, effort=2e7)
-    searches = [PlacementSearch(task, (0, 1, 0, 1), False, lambda used: None)]
+    given = Plan(placement=(0, 1, 0, 1), recompute="none")
+    task = problem(costs=ToyCosts(num_layers=6, head=2.0), seq_len=1024, effort=2e7, given=given)
+    searches = [PlacementSearch(task, lambda used: None)]
     searches[0].run(np.inf, 1e7)
     finals = FinalistSearch(searches)
     finals.run()

@@ -166,7 +166,8 @@ def _least(searches: list[PlacementSearch]) -> _Least:
 
 def _nothing_fits(problem: JointProblem, least: _Least) -> OutOfMemoryError:
     most = max(least.bytes)
-    again = f", memory.recompute={least.search.recompute!r}" if least.search.recompute != "none" else ""
+    recompute = least.search.problem.given.recompute
+    again = f", memory.recompute={recompute!r}" if recompute != "none" else ""
     return OutOfMemoryError(
         f"memory.limit={problem.memory_limit:.6g} bytes, but nothing that was searched fits on {problem.num_ranks} "
         f"ranks. The least that was found is {most:.6g}, on rank {least.bytes.index(most)}, with one microbatch after "
@@ -188,7 +189,10 @@ def _search(problem: JointProblem, recompute: str, on_progress: Callable[[float]
         used += effort
         on_progress(min(1.0, used / problem.effort))
 
-    searches = [PlacementSearch(problem, placement, recompute, on_effort) for placement in allowed_placements(problem)]
+    searches = []
+    for placement in allowed_placements(problem):
+        given = replace(problem.given, placement=placement, recompute=recompute)
+        searches.append(PlacementSearch(replace(problem, given=given), on_effort))
     best, left = problem.most_seconds, problem.effort
     for index, search in enumerate(searches):
         share = left / (len(searches) - index)

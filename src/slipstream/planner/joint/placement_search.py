@@ -41,8 +41,10 @@ class PlanMemory:
     the least memory.
     """
 
-    def __init__(self, problem: JointProblem, limit: float, placement: tuple[int, ...], recompute: str) -> None:
-        self._problem, self._limit, self._placement, self._recompute = problem, limit, placement, recompute
+    def __init__(self, problem: JointProblem, limit: float) -> None:
+        """`problem` gives the placement and the recomputation."""
+        self._problem = problem
+        self._limit = limit
         self._rooms: dict[int, Room] = {}  # by the number of slices, of candidates that hold no state
 
     def room(self, candidate: Candidate, units: SlicedUnits) -> Floats:
@@ -64,14 +66,16 @@ class PlanMemory:
     def least(self, candidate: Candidate, units: SlicedUnits) -> Schedule:
         """Returns the order that is given, or the one that holds least: one microbatch after the other, with whole
         backwards."""
-        order = self._problem.order(self._placement, len(candidate.slices))
+        order = self._problem.order(self._problem.given.placement, len(candidate.slices))
         if order is None:
-            order = StepActions(self._placement, (len(candidate.slices),) * self._problem.num_microbatches).whole
+            order = StepActions(
+                self._problem.given.placement, (len(candidate.slices),) * self._problem.num_microbatches
+            ).whole
         return units.without_frozen_backwards(order, candidate.bounds)
 
     def least_bytes(self, candidate: Candidate, units: SlicedUnits) -> Floats:
         """Returns the bytes of each rank in that order, without those that only the account counts."""
-        sizes = np.bincount(self._placement, units.stage_activations(candidate.bounds).sum(axis=1))
+        sizes = np.bincount(self._problem.given.placement, units.stage_activations(candidate.bounds).sum(axis=1))
         total: Floats = self._held(candidate, units) + sizes
         return total
 
@@ -82,21 +86,23 @@ class PlanMemory:
 
     def _held(self, candidate: Candidate, units: SlicedUnits) -> Floats:
         """The bytes of weights, gradients, optimizer state, and of a stage's recomputation."""
-        state = np.bincount(self._placement, np.diff(self._problem.state_sums[list(candidate.bounds)]))
+        state = np.bincount(self._problem.given.placement, np.diff(self._problem.state_sums[list(candidate.bounds)]))
         again = np.zeros(len(state))
-        np.maximum.at(again, list(self._placement), units.computed_again(candidate.bounds))
+        np.maximum.at(again, list(self._problem.given.placement), units.computed_again(candidate.bounds))
         held: Floats = state + again
         return held
 
     def _peaks(self, candidate: Candidate, schedule: Schedule) -> Floats | None:
         if self._problem.account is None:
             return None
-        return np.array(self._problem.account(_plan_of(self._problem, candidate, schedule, self._recompute)), float)
+        return np.array(self._problem.account(_plan_of(self._problem, candidate, schedule)), float)
 
 
-def _plan_of(problem: JointProblem, candidate: Candidate, schedule: Schedule, recompute: str) -> Plan:
+def _plan_of(problem: JointProblem, candidate: Candidate, schedule: Schedule) -> Plan:
     partition = partition_of(candidate.bounds, problem.costs.units_per_layer)
-    return Plan(recompute=recompute).closed(schedule=schedule, partition=partition, slices=candidate.slices)
+    return Plan(recompute=problem.given.recompute).closed(
+        schedule=schedule, partition=partition, slices=candidate.slices
+    )
 
 
 class QuickOrder:
@@ -160,13 +166,12 @@ _EXACT_CUTS = 256  # places to cut for the dynamic program
 
 
 class PlacementSearch:
-    """The search with one placement."""
+    """The search with one placement and one recomputation, which the problem gives."""
 
-    def __init__(
-        self, problem: JointProblem, placement: tuple[int, ...], recompute: str, on_effort: Callable[[float], None]
-    ) -> None:
-        self.problem, self.placement, self.recompute, self._on_effort = problem, placement, recompute, on_effort
-        self.ranks: Ints = np.array(placement, np.int64)
+    def __init__(self, problem: JointProblem, on_effort: Callable[[float], None]) -> None:
+        self.problem = problem
+        self._on_effort = on_effort
+        self.ranks: Ints = np.array(self.placement, np.int64)
         self.seconds = inf  # of the best candidate, simulated
         self.best: Candidate | None = None
         self.exact: Candidate | None = None  # with the slices of the dynamic program
@@ -176,7 +181,12 @@ class PlacementSearch:
         self._quick: dict[int, QuickOrder] = {}
         self._rules: dict[int, tuple[PriorityRule, ...]] = {}  # the best, by the number of slices
         limit = problem.memory_limit
-        self.memory = None if limit is None else PlanMemory(problem, limit, placement, recompute)
+        self.memory = None if limit is None else PlanMemory(problem, limit)
+
+    @property
+    def placement(self) -> tuple[int, ...]:
+        """The rank of each stage."""
+        return self.problem.given.placement
 
     def run(self, limit: float, effort: float) -> float:
         """Improves the starts of the least bounds, and returns the effort that is left."""
@@ -225,7 +235,7 @@ class PlacementSearch:
         seconds = self._makespan(candidate, schedule)
         bound = step_lower_bound(*self._counts(candidate), self._table(candidate), split=self.problem.split)
         return JointPlan(
-            plan=_plan_of(self.problem, candidate, schedule, self.recompute),
+            plan=_plan_of(self.problem, candidate, schedule),
             seconds=seconds,
             bound=min(bound, seconds),  # which counts the backwards of frozen stages, if next to nothing
             ideal=self.problem.ideal(self.units(candidate.slices)),
@@ -313,7 +323,7 @@ class PlacementSearch:
         if slices not in self._sliced:
             while len(self._sliced) >= _MOST_SLICED:
                 del self._sliced[next(iter(self._sliced))]
-            self._sliced[slices] = self.problem.units(slices, self.recompute)
+            self._sliced[slices] = self.problem.units(slices, self.problem.given.recompute)
         return self._sliced[slices]
 
     def _room(self, candidate: Candidate) -> Floats | None:
