@@ -365,9 +365,8 @@ def test_a_named_schedule_takes_a_spread_head(place: Path, sections: dict[str, d
     assert torch.equal(logits(again), logits(place / "spread"))
 
 
-KEPT = Path(__file__).with_name(
-    "kept_run"
-)  # by a version whose defaults were 1f1b and 8 slices, of which none was given
+# A version kept it whose defaults were 1f1b and 8 slices; none was given.
+KEPT = Path(__file__).with_name("kept_run")
 
 
 @pytest.mark.more
