@@ -109,7 +109,8 @@ _OF_OTHER_LIBRARIES = {
     "torch.nn.ReLU": "inplace",
     "torch.distributed.checkpoint.load": "checkpoint_id",
     "torch.utils.data.DistributedSampler": "num_replicas rank",
-    "slipstream.planner.joint.JointProblem": "longest_slice",
+    "slipstream.planner.cuts.Cuts": "longest_slice shortest_slice",
+    "slipstream.planner.joint.JointProblem": "given",
     "slipstream.planner.slicing.equal_stage_slicing.equal_time_cuts": "attention_share",
     "slipstream.profile.ProfileSettings": "budget longest_slice repeats",
 }

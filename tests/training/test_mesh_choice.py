@@ -127,7 +127,7 @@ def test_a_mesh_is_judged_by_all_of_its_step_and_of_what_its_ranks_hold() -> Non
     assert 0 < replicated.seconds - alone.seconds < 0.7 * reduced
     assert sharded.seconds < replicated.seconds
     assert replicated.peaks() == alone.peaks()
-    state = alone.cut.per_rank(alone.cut.per_stage(alone.cut.costs.num_parameters)) * alone.state.optimizer
+    state = alone.cut.per_rank(alone.cut.per_stage(alone.cut.costs.num_parameters)) * alone.update.state.optimizer
     for before, after, of_rank in zip(replicated.peaks(), sharded.peaks(), state, strict=True):
         assert before - after == pytest.approx(1.01 * of_rank / 2)
     assert max(sharded.peaks()) < max(parameters.peaks())  # with the whole parameters of a step beside the rows

@@ -75,7 +75,7 @@ class StepProblem:
             if getattr(self.cuts, name) != getattr(ANY_NUMBER, name):
                 raise SlipstreamError(
                     f"{name}={getattr(self.cuts, name)}, but the slices of sequences of different lengths take equal "
-                    "time: give the granularity alone, as in Cuts(granularity=64, most_slices=None)."
+                    "time: give slipstream.planner.cuts.Cuts(granularity=64, most_slices=None), or another granularity."
                 )
         if self.rates.num_stages != len(self.placement):
             raise SlipstreamError(
