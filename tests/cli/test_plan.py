@@ -233,6 +233,11 @@ def test_a_plan_of_shared_tokens_and_fused_kernels_is_written_as_the_run_needs_i
         slipstream.plan(MODEL, cluster, seq_len=SEQ_LEN, global_batch=4, fused=True)
 
 
+def test_a_dtype_has_torchs_other_names_too(cluster: Path) -> None:
+    named, other = (choose_costs(llama(), cluster, seq_len=SEQ_LEN, dtype=name) for name in ("float32", "float"))
+    assert [each.costs(Degrees(), 1).dtype_bytes for each in (named, other)] == [4, 4]
+
+
 def test_tensor_parallelism_stays_in_a_node_unless_it_is_asked_for(cluster: Path) -> None:
     """Two nodes of two devices: all four share layers only where that is given."""
     source = choose_costs(llama(), cluster, seq_len=SEQ_LEN, dtype="float32")
@@ -490,6 +495,7 @@ def test_a_profile_of_something_else_is_refused(tmp_path: Path) -> None:
         slipstream.plan(llama(vocab_size=99), measured, **settings)
     with pytest.raises(SlipstreamError, match="dtype is float32 in the profile, bfloat16 here"):
         slipstream.plan(llama(), measured, dtype="bfloat16", **settings)
+    slipstream.plan(llama(), measured, dtype="float", **settings)  # torch's other name of float32
     with pytest.raises(SlipstreamError, match="num_nodes=2 is for a cluster; with a profile give num_ranks"):
         slipstream.plan(llama(), measured, num_nodes=2, **settings)
     for choice, reason in (({"recompute": "selective"}, "recompute='selective'"), ({"offload": 0.5}, "offload=0.5")):

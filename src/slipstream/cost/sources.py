@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from slipstream.cost.cluster import Cluster
 from slipstream.cost.costs import Costs
 from slipstream.cost.counted import CountedCosts
+from slipstream.cost.host_memory import HostMemorySpec
 from slipstream.cost.measured import MeasuredCosts
 from slipstream.cost.operation_counts import ModelCount
 from slipstream.cost.profile import Profile
@@ -20,18 +21,6 @@ from slipstream.options import SHARED_WORK, Degrees
 _COUNTED_ALONE: Mapping[str, str] = MappingProxyType(
     {"vocabulary": "Counts don't say whether a head can be spread: plan from the model's configuration."}
 )
-
-
-class HostMemorySpec(NamedTuple):
-    """The host's memory as one device sees it while all devices of its node copy; its copies take turns."""
-
-    bandwidth: float  # bytes per second between the device and its host
-    latency: float  # seconds of a copy, however short
-    capacity: float  # bytes for each device
-
-    def copy_seconds(self, num_bytes: Any) -> Any:
-        """Returns the seconds of a copy to the host, or of one back."""
-        return self.latency + num_bytes / self.bandwidth
 
 
 class AnalyticSource:

@@ -129,6 +129,8 @@ def choose_costs(
     Raises:
         SlipstreamError: for input that can't be used, and where no costs are kept of this model.
     """
+    if dtype is not None:
+        dtype = find_format(dtype).name
     if not isinstance(model, (DescribedModel, ModelCount)):
         model = DescribedModel(model)
     if isinstance(model, DescribedModel):
@@ -223,11 +225,10 @@ def _analytic_source(
             raise SlipstreamError(f"dtype={dtype!r}, but the model was counted in {model.dtype}: count it again.")
         return AnalyticSource(model, described, "counted model")
     dtype = dtype or BFLOAT16.name
-    counted_in = torch_dtype(find_format(dtype).name)
     described.device.matmul_flops(dtype)  # raises where the dtype has no peak, before the model is counted
     config = _config_for(model, seq_len)
     trained = _trained_weights(config, freeze, lora, lora_base_precision)
-    count = count_model(config, seq_len, counted_in, trained, fused)
+    count = count_model(config, seq_len, torch_dtype(dtype), trained, fused)
     shares_tokens = len(find_anatomy(config).after) <= _NORM_AND_HEAD
     refusals: dict[str, str] = {}
     if described.num_devices > 1:

@@ -303,6 +303,11 @@ def _by_kind(memory: RankMemory) -> dict[MemoryKind, float]:
     return {kind: size for kind, size in during.items() if size}
 
 
+def update_of(plan: Plan, state: StateBytes) -> Update:
+    """Returns the update that ends a plan's step, by the bytes per parameter where nothing is sharded."""
+    return Update(state, plan.num_copies, plan.shard)
+
+
 def evaluate(
     plan: Plan,
     costs: Costs,
@@ -331,7 +336,7 @@ def evaluate(
     check_partition(plan.partition, costs.num_layers, costs.units_per_layer)
     bounds = unit_bounds(plan.partition, costs.num_layers, costs.units_per_layer)
     cut = PlacedPartition(costs, plan.placement, bounds, plan.vocabulary == "spread")
-    update = Update(state, plan.num_copies, plan.shard)
+    update = update_of(plan, state)
     return Evaluation(
         plan=plan,
         cut=cut,

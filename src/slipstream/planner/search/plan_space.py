@@ -39,6 +39,7 @@ from slipstream.planner.search.evaluate import (
     head_times,
     reduction_seconds,
     tail_seconds,
+    update_of,
 )
 from slipstream.planner.search.placed_partition import PlacedPartition, balanced_layers
 from slipstream.planner.search.plan_options import PlanOptions
@@ -218,7 +219,7 @@ class PlanSpace:
 
     def update(self, plan: Plan) -> Update:
         """Returns the update that ends the plan's step."""
-        return Update(self.source.state, plan.num_copies, plan.shard)
+        return update_of(plan, self.source.state)
 
     def tails(self, plan: Plan) -> Floats:
         """Returns each rank's seconds that always follow its last action: of reducing the gradients of its first stage,
