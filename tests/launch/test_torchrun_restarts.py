@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import yaml
 from benchmarks.hosts import Hosts, NoHostsError
+from torch.distributed import TCPStore
 
+from slipstream import SlipstreamError
+from slipstream.launch.rendezvous import ConnectedRanks, RendezvousPoint
 from support.forked import COMMAND, launch
 from support.paths import ROOT, WORKERS, with_path
 from support.timeouts import LIMIT
@@ -112,3 +117,23 @@ def test_a_killed_rank_and_torchrun(tmp_path: Path, moment: str, request: pytest
     assert "Unable to shutdown process" not in ended.stderr  # as torchrun says after 30 s
     assert ended.returncode == 0, ended.stderr
     assert weights(config.parent) == undisturbed
+
+
+def test_each_start_has_keys_of_its_own_whatever_the_agents_count() -> None:
+    """The agents keep one store; of the first start one rank has asked alone, and one was named alone."""
+    agent = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+
+    def joined(rank: int, world_size: int, seconds: float = 20.0) -> ConnectedRanks:
+        place = RendezvousPoint(rank, world_size, "localhost", agent.port, False, True, rank == 0, seconds)
+        ranks = ConnectedRanks(place, TCPStore("localhost", agent.port, timeout=timedelta(seconds=seconds)))
+        ranks.begin_start()
+        return ranks
+
+    with ThreadPoolExecutor(3) as threads:
+        for missing, rank in (("0", 1), ("1", 0)):
+            with pytest.raises(SlipstreamError, match=rf"of 2 ranks these didn't within 0\.3 seconds: {missing}\."):
+                joined(rank, 2, seconds=0.3)
+        for start in range(3):
+            ranks = [*threads.map(joined, range(3), [3] * 3)]
+            found = threads.map(lambda each, start=start: each.gather("ranks", [start, each.place.rank]), ranks)
+            assert [*found] == [[[start, rank] for rank in range(3)]] * 3

@@ -10,11 +10,12 @@ import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import chain, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,7 @@ _CONNECT_SECONDS = 10.0
 _OVER = "over"  # a key of the store
 _IDLE_SECONDS = 0.5
 _SECONDS_TO_LEAVE = 10.0
+_SECONDS_TO_ANSWER = 0.02
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,8 @@ class RendezvousPoint:
     address: str
     port: int
     keeps_store: bool  # torchrun's agent keeps it for its ranks; otherwise rank 0 does
-    attempt: str
+    outlives_starts: bool  # the agent's store, which has the keys of earlier starts
+    is_restart: bool  # as far as this node's agent has counted
     seconds: float
     is_one_machine: bool = False  # whether all ranks run here
 
@@ -53,13 +56,14 @@ class RendezvousPoint:
     def from_environment(cls, environment: Mapping[str, str]) -> RendezvousPoint:
         """Reads the variables that a launcher sets; raises SlipstreamError if one is missing or no number."""
         seconds = time_limit(environment)
-        keeps_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
+        outlives = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        is_restart = environment.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
         try:
             rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
             address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
             is_one_machine = environment.get("LOCAL_WORLD_SIZE") == environment["WORLD_SIZE"]
-            return cls(rank, world_size, address, port, keeps_store and rank == 0, attempt, seconds, is_one_machine)
+            keeps = rank == 0 and not outlives
+            return cls(rank, world_size, address, port, keeps, outlives, is_restart, seconds, is_one_machine)
         except KeyError as missing:
             raise SlipstreamError(
                 f"RANK and WORLD_SIZE are set, but {missing} is not; start with torchrun or srun, which set it, or "
@@ -74,7 +78,7 @@ class RendezvousPoint:
         return f"MASTER_ADDR={self.address}, MASTER_PORT={self.port}"
 
 
-def connect_ranks(facts: Mapping[str, str], problem: str | None = None, is_elastic: bool = False) -> ConnectedRanks:
+def connect_ranks(facts: Mapping[str, str], problem: str | None = None) -> ConnectedRanks:
     """Connects all ranks, compares their facts, and tries the connections between them.
 
     Chooses the interface that gloo uses (GLOO_SOCKET_IFNAME, unless it is set): the one on the route to the master.
@@ -83,19 +87,20 @@ def connect_ranks(facts: Mapping[str, str], problem: str | None = None, is_elast
     Args:
         facts: what must be equal on all ranks.
         problem: the obstacle to this rank's taking part, if any.
-        is_elastic: whether the launcher's numbers of starts differ between nodes, and each start has a store.
 
     Raises:
         SlipstreamError: on every rank, if ranks differ, one has a problem, or two can't reach each other; on the ranks
             that have connected, if the master doesn't answer or a rank doesn't connect in time.
     """
     place = RendezvousPoint.from_environment(os.environ)
-    place = replace(place, attempt="any") if is_elastic else place
     ranks = ConnectedRanks(place, _connect(place))
+    if place.outlives_starts:
+        ranks.begin_start()
     mine = address_towards(place.address, place.port)
     problem = problem or interface_problems(os.environ, uses_nccl=False).get(GLOO)
-    here = [socket.gethostname(), mine, dict(facts), problem]
-    ranks.hosts, addresses, all_facts, problems = zip(*ranks.gather("ranks", here), strict=True)
+    here = [socket.gethostname(), mine, dict(facts), problem, place.is_restart]
+    ranks.hosts, addresses, all_facts, problems, restarts = zip(*ranks.gather("ranks", here), strict=True)
+    ranks.is_restart = any(restarts)
     ranks.end_where(_describe_problems(problems, ranks.hosts) or _describe_differences(all_facts, ranks.hosts))
     ranks.address = _choose_address(mine, addresses)
     ranks.end_where(_describe_problems(_try_connections(ranks, ranks.address), ranks.hosts))
@@ -110,9 +115,60 @@ class ConnectedRanks:
     store: Store
     hosts: Sequence[str] = ()  # the machine that each rank runs on
     address: str = ""  # at which the others reach this rank
+    is_restart: bool = False  # whether a launcher has started some of them before
 
     def __str__(self) -> str:
         return name_ranks(range(self.place.world_size), self.hosts)
+
+    def begin_start(self) -> None:
+        """Goes on under keys of this start alone, in a store that has those of earlier ones. Collective.
+
+        Agents number starts differently: one whose own ranks had to end as another node's did doesn't count that. So
+        rank 0 makes up a name, and tells it to each rank that asks; a rank of an earlier start asks no more.
+
+        Raises SlipstreamError where ranks are missing: which.
+        """
+        rank = self.place.rank
+        start = self._named_start() if rank == 0 else self._start_asked_for()
+        self.store = dist.PrefixStore(start, self.store)  # type: ignore[attr-defined]
+
+    def _named_start(self) -> str:
+        """Returns a new name, once all other ranks have it."""
+        start = uuid4().hex
+        answered: dict[int, str] = {}
+        joined = [_joined(start, rank) for rank in range(self.place.world_size)]
+        end = time.monotonic() + self.place.seconds
+        try:
+            self.store.set(joined[0], "")
+            while not self.store.check(joined):
+                if time.monotonic() > end:
+                    raise SlipstreamError(self._describe_absence(joined))
+                for rank in range(1, self.place.world_size):
+                    # What a rank of an earlier start has asked stands here until the new one asks.
+                    if self.store.check([_asking(rank)]) and answered.get(rank) != (own := self._own_name(rank)):
+                        self.store.set(f"start/{own}", start)
+                        answered[rank] = own
+                time.sleep(_SECONDS_TO_ANSWER)
+        except RuntimeError as error:
+            raise SlipstreamError(self._describe_absence(joined)) from error
+        return start
+
+    def _own_name(self, rank: int) -> str:
+        name: str = self.store.get(_asking(rank)).decode()
+        return name
+
+    def _start_asked_for(self) -> str:
+        """Returns the name that rank 0 has given this start."""
+        own, rank = uuid4().hex, self.place.rank
+        answer = f"start/{own}"
+        try:
+            self.store.set(_asking(rank), own)
+            start: str = self.store.get(answer).decode()
+            self.store.set(_joined(start, rank), "")
+        except RuntimeError as error:
+            asking = map(_asking, range(1, self.place.world_size))
+            raise SlipstreamError(self._describe_absence([answer, *asking])) from error
+        return start
 
     def describe_store(self) -> str:
         """Returns where rank 0 keeps the store, which lets whoever reaches it write; "" where torchrun keeps it."""
@@ -180,8 +236,16 @@ class ConnectedRanks:
         )
 
 
+def _joined(start: str, rank: int) -> str:
+    return f"{start}/joined/{rank}"
+
+
+def _asking(rank: int) -> str:
+    return f"asking/{rank}"
+
+
 def _connect(place: RendezvousPoint) -> Store:
-    """Returns the store at MASTER_ADDR; each restart by torchrun has separate keys."""
+    """Returns the store at MASTER_ADDR."""
 
     def connect() -> Store:
         address = _listening_address(place) if place.keeps_store else ""
@@ -199,7 +263,7 @@ def _connect(place: RendezvousPoint) -> Store:
     if isinstance(store, Exception):
         silence = _describe_silence(place, str(store).splitlines()[0])
         raise SlipstreamError(silence + joining_hint(os.environ)) from store
-    return dist.PrefixStore(f"slipstream/{place.attempt}", store)  # type: ignore[attr-defined]
+    return dist.PrefixStore("slipstream", store)  # type: ignore[attr-defined]
 
 
 def _listening_address(place: RendezvousPoint) -> str:

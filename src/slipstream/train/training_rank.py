@@ -56,7 +56,6 @@ def join_run(config: Config) -> None:
     """
     stop = launch.StopRequest()
     stop.listen()
-    config = _resumed_after_restart(config, os.environ)
     if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
         os.environ.update(launch.local_ranks.torchrun_variables(os.environ))
     is_elastic = config.training.min_ranks is not None
@@ -70,7 +69,8 @@ def join_run(config: Config) -> None:
     if os.environ["RANK"] == "0":
         why = f"RANK and WORLD_SIZE={os.environ['WORLD_SIZE']} are set: " if joining_hint(os.environ) else ""
         launch.Progress(make_console()).say(f"{why}connecting {plural(config.num_processes, 'rank')}")
-    ranks = launch.connect_ranks(_describe(config), problem, is_elastic)
+    ranks = launch.connect_ranks(_describe(config), problem)
+    config = _resumed_after_restart(config, ranks.is_restart)
     if not is_elastic:
         check_world_size(config)
     ranks.store.set_timeout(NO_LIMIT)
@@ -111,9 +111,10 @@ def _join(config: Config, ranks: launch.ConnectedRanks, stop: launch.StopRequest
         lock.release()
 
 
-def _resumed_after_restart(config: Config, environment: Mapping[str, str]) -> Config:
-    """Returns the configuration of a run that torchrun has started again: it goes on from the last good checkpoint."""
-    if config.checkpoint.resume != "no" or environment.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+def _resumed_after_restart(config: Config, is_restart: bool) -> Config:
+    """Returns the configuration of a run that torchrun may have started again: it then goes on from the last good
+    checkpoint."""
+    if config.checkpoint.resume != "no" or not is_restart:
         return config
     checkpoint = config.checkpoint.model_copy(update={"resume": "last-good"})
     return config.model_copy(update={"checkpoint": checkpoint})
