@@ -177,7 +177,7 @@ class Degrees(NamedTuple):
         return self._ranks_of(way for way in SHARED_WORK if way.shares_tokens)
 
     @property
-    def exchanging(self) -> Self:
+    def comparable(self) -> Self:
         """The same without an exchange where nothing is exchanged, by which degrees compare."""
         return self if self.token_ranks > 1 else self._replace(exchange=UNSHARED.exchange)
 

@@ -35,8 +35,8 @@ from slipstream.cost.sharing import (
     Exchange,
     Sharing,
     all_degrees,
+    counted_exchanges,
     divided_by,
-    possible_exchanges,
     with_exchange,
 )
 from slipstream.cost.sources import (

@@ -69,7 +69,9 @@ class CountedCosts(CountedParts):
             return sum(self.part_seconds(part, half, length, context) for half in (Op.I, Op.W))
         exchanged = sum(self.exchange_seconds(way, part, op, length) for way in WAYS)
         op = Op.F if op is Op.R else op
-        device, tokens, count = self.cluster.device, self.sharing.tokens(length), part.ops[op]
+        device = self.cluster.device
+        tokens = self.sharing.tokens(length)
+        count = part.ops[op]
         scores = sum(self.attention_seconds(call, op, length, context) for call in part.attentions)
         busy = self.product_seconds(part, count, tokens) + self._elementwise_seconds(part, count, tokens) + scores
         busy = np.maximum(busy, max(count.num_kernels * device.kernel_seconds, self._host_seconds(part, op)))
@@ -104,8 +106,8 @@ class CountedCosts(CountedParts):
         return self.sharing.kernel_bytes(part, count, tokens) / self.cluster.device.bytes_per_second
 
     def each_exchange(self, work: Work) -> Floats:
-        op, lengths, _ = work
-        return np.stack([self._rows(partial(self.exchange_seconds, way, op=op, length=lengths), work) for way in WAYS])
+        seconds = partial(self.exchange_seconds, op=work.op, length=work.lengths)
+        return np.stack([self._rows(partial(seconds, way), work) for way in WAYS])
 
     def exchange_seconds(self, way: str, part: PartCount, op: Op, length: Any) -> Any:
         """Returns the time of a part's exchanges between ranks that share work in one of the `WAYS`."""

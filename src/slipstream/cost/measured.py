@@ -169,7 +169,8 @@ class MeasuredCosts(Costs):
 
     def gathering_seconds(self, num_bytes: float, copies: Copies) -> float:
         """Returns the time in which a ring passes on so many bytes."""
-        link, ranks = self.profile.link, copies.num_ranks
+        link = self.profile.link
+        ranks = copies.num_ranks
         if link is None or not num_bytes or ranks == 1:
             return 0.0
         return (ranks - 1) * (link.latency + num_bytes / ranks / link.ring_bandwidth)

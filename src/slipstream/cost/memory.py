@@ -58,7 +58,8 @@ def memory_table(
         update: that ends the step.
         alike: returns one of the stages with equal costs, so that their bytes are computed once.
     """
-    length, state = sum(slices), update.held
+    length = sum(slices)
+    state = update.held
     # No other slice reads the keys and values of a layer that makes them again.
     is_lone = recompute in BY_LAYER and len(slices) == 1
     places = dict[Stage, int]()
@@ -181,7 +182,8 @@ def _with_parts(
     slices: tuple[int, ...],
     update: Update,
 ) -> MemoryTable:
-    last, stages, state = schedule.num_stages - 1, schedule.vocabulary_stages, update.held
+    last, stages = schedule.num_stages - 1, schedule.vocabulary_stages
+    state = update.held
     head = StageParts(len(costs.parts) - 1, len(costs.parts))
     rows = -(-costs.vocab_size // schedule.num_ranks)
     numbers = costs.num_parameters(head) / schedule.num_ranks

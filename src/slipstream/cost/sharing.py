@@ -29,18 +29,20 @@ from slipstream.options import SHARED_WORK, UNSHARED, Degrees, SharedWork, numbe
 from slipstream.schedule import Op
 
 _HEAD_WIDTHS = 32  # FlashAttention computes with heads as wide as the next multiple
-_SUM_BYTES = 4  # of a number that ranks add up, at least
+# The fewest bytes of a number that ranks add up.
+_SUM_BYTES = 4
 
 
 class Divided(NamedTuple):
     """Among how many ranks each quantity of a stage's work is divided; what isn't divided, each of them has whole."""
 
-    tokens: int = 1  # of a slice, outside of attention
-    queries: int = 1  # of a slice, in attention
-    heads: int = 1  # of attention
+    tokens: int = 1  # a slice's tokens outside of attention
+    queries: int = 1  # a slice's tokens in attention
+    heads: int = 1  # attention heads
     width: int = 1  # products, their weights, and tensors that aren't as wide as the hidden state
     wide: int = 1  # tensors as wide as the hidden state, where they aren't gathered
-    experts: int = 1  # of each layer; those that are spread aren't cut as other weights are
+    # A layer's experts. Those that are spread aren't cut as other weights are.
+    experts: int = 1
 
     def beside(self, other: Divided) -> Divided:
         """Returns what ranks have that share work in both ways."""
@@ -72,7 +74,7 @@ class Copies(NamedTuple):
 class Exchange(NamedTuple):
     """What ranks send each other at once, so many `times`."""
 
-    num_bytes: Any  # that each rank has
+    num_bytes: Any  # each rank's part
     num_ranks: int
     stride: int  # devices from one of them to the next
     is_sum: bool = False  # an all-reduce; else an all-to-all
@@ -92,7 +94,8 @@ class Way(ABC):
 
     degree: ClassVar[str]  # a field of `Degrees`
     rule: ClassVar[str]  # what a degree must fulfil, with the names of numbers that are filled in
-    stays_inside: ClassVar[bool] = False  # of a node, or of what a fast link connects, unless it is asked for
+    # Whether its ranks are in one node, or on one fast link, unless more are asked for.
+    stays_inside: ClassVar[bool] = False
     is_of_experts: ClassVar[bool] = False  # whether models without experts have nothing to share so
     takes_any: ClassVar[bool] = False  # whether other degrees than the possible ones are tried where they are asked for
 
@@ -153,7 +156,8 @@ class _Context(Way):
 
     degree = "context"
     rule = "must divide the {devices} and leave each rank enough tokens of {seq_len}"
-    takes_any = True  # by gathering keys
+    # Any number of ranks can gather keys.
+    takes_any = True
 
     def refusal(self, model: ModelCount) -> str:
         carries = any(part.state_bytes for part in model.layers)
@@ -172,7 +176,8 @@ class _Context(Way):
         """Returns a layer's exchanges around attention: all-to-alls of queries, keys and values together, of which
         several ranks get the same heads where there are fewer, and of outputs; or one to gather keys and values, or
         sums of their gradients, which a replay finds in the context."""
-        ranks, itemsize = own.degrees.context, own.model.dtype_bytes
+        ranks = own.degrees.context
+        itemsize = own.model.dtype_bytes
         if ranks == 1 or not _passes_tokens(part, op):
             return ()
         found = []
@@ -297,7 +302,8 @@ class Sharing:
 
         Of products over shared dimensions each rank adds up its part, but all the tokens for the gradient of a weight.
         """
-        width, read = self.divided.width, count.matmul_bytes
+        width = self.divided.width
+        read = count.matmul_bytes
         whole = min(count.num_matmuls * self.model.hidden_size * self.model.dtype_bytes, read.per_token)
         shared = (read.per_token - whole) * tokens / width + read.constant * self.weights_share(part)
         depth = count.hidden_depth.at(tokens) + count.other_depth.per_token * tokens
@@ -313,7 +319,8 @@ class Sharing:
 
     def score_operations(self, call: AttentionCall, op: Op, length: Any, context: Any) -> Any:
         """Returns the operations of an attention call's scores in F or I, on the rank with the last queries."""
-        heads, queries = call.num_heads / self.divided.heads, self.queries(length)
+        heads = call.num_heads / self.divided.heads
+        queries = self.queries(length)
         num_scores = call.window.scores(context + length) - call.window.scores(context + length - queries)
         scores = heads * (self.microbatch_size * num_scores)
         keys, values = (-(-width // _HEAD_WIDTHS) * _HEAD_WIDTHS for width in (call.key_width, call.value_width))
@@ -321,10 +328,6 @@ class Sharing:
         return 2 * scores * width
 
     # --- what is sent ------------------------------------------------------------------------------------------------
-
-    def exchanges(self, part: PartCount, op: Op, length: Any) -> Mapping[str, Sequence[Exchange]]:
-        """Returns what a part sends in F, I, W or R of a slice, by the ways to share work."""
-        return {name: way.exchanges(self, part, op, length) for name, way in WAYS.items()}
 
     def hidden_bytes(self, length: Any) -> Any:
         """Returns the bytes of a slice's hidden state."""
@@ -413,7 +416,7 @@ def all_degrees(
         yield UNSHARED._replace(**chosen_degrees)
 
 
-def possible_exchanges(model: ModelCount, degrees: Degrees, asked: Collection[str] | None = None) -> tuple[str, ...]:
+def counted_exchanges(model: ModelCount, degrees: Degrees, asked: Collection[str] | None = None) -> tuple[str, ...]:
     """Returns the exchanges of ranks that share slices, of those `asked` for: heads where all ranks can have as many,
     and keys. By default these only where they are fewer bytes, or heads don't divide."""
     if degrees.context == 1:
@@ -424,7 +427,8 @@ def possible_exchanges(model: ModelCount, degrees: Degrees, asked: Collection[st
             sizes = call.num_heads // degrees.tensor, call.key_heads_of_rank(degrees.tensor)
             widening = max(_SUM_BYTES, model.dtype_bytes) / model.dtype_bytes
             moved = numbers_exchanged(*sizes, degrees.context, widening)
-            heads, keys = heads + count * moved[0], keys + count * moved[1]
+            heads += count * moved[0]
+            keys += count * moved[1]
     divides = degrees.tensor * degrees.context in model.head_shares
     wanted = asked or ("heads", *["keys"] * (keys < heads or not divides))
     return tuple(kind for kind in wanted if kind == "keys" or divides)
@@ -434,5 +438,5 @@ def with_exchange(model: ModelCount, degrees: Degrees, is_whole: bool) -> Degree
     """Returns degrees in which "auto" is the exchange of a run without a plan, of sequences of one slice or several."""
     if degrees.exchange != "auto":
         return degrees
-    kinds = possible_exchanges(model, degrees)
+    kinds = counted_exchanges(model, degrees)
     return degrees._replace(exchange=kinds[0 if is_whole else -1])

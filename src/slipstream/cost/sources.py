@@ -13,7 +13,7 @@ from slipstream.cost.host_memory import HostMemorySpec
 from slipstream.cost.measured import MeasuredCosts
 from slipstream.cost.operation_counts import ModelCount
 from slipstream.cost.profile import Profile
-from slipstream.cost.sharing import WAYS, possible_degrees, possible_exchanges, refused_ways
+from slipstream.cost.sharing import WAYS, counted_exchanges, possible_degrees, refused_ways
 from slipstream.cost.update import StateBytes, refused_shards
 from slipstream.errors import SlipstreamError
 from slipstream.options import SHARED_WORK, Degrees
@@ -53,12 +53,13 @@ class AnalyticSource:
         self.dtype, self.state = model.dtype, StateBytes.of(model.dtype)
         self.num_experts = model.num_experts
         self.refusals = refused_ways(model) | refused_shards(model) | dict(refusals)
-        self.degrees = possible_degrees(model, self.refusals)  # by the fields of `Degrees`
+        # The possible numbers of ranks, by the fields of `Degrees`.
+        self.degrees = possible_degrees(model, self.refusals)
         cluster.device.matmul_flops(model.dtype)  # raises where the dtype has no peak
 
     def exchanges(self, degrees: Degrees, asked: Collection[str] | None = None) -> tuple[str, ...]:
         """Returns the exchanges of ranks that share slices, of those `asked` for."""
-        return possible_exchanges(self.model, degrees, asked)
+        return counted_exchanges(self.model, degrees, asked)
 
     def slice_range(self, seq_len: int) -> tuple[int, int]:
         """Returns the lengths of the shortest and the longest slice whose times are known."""

@@ -48,7 +48,8 @@ class RendezvousPoint:
     port: int
     keeps_store: bool  # torchrun's agent keeps it for its ranks; otherwise rank 0 does
     outlives_starts: bool  # the agent's store, which has the keys of earlier starts
-    is_restart: bool  # as far as this node's agent has counted
+    # Whether this node's agent has counted an earlier start.
+    is_restart: bool
     seconds: float
     is_one_machine: bool = False  # whether all ranks run here
 
@@ -159,7 +160,8 @@ class ConnectedRanks:
 
     def _start_asked_for(self) -> str:
         """Returns the name that rank 0 has given this start."""
-        own, rank = uuid4().hex, self.place.rank
+        own = uuid4().hex
+        rank = self.place.rank
         answer = f"start/{own}"
         try:
             self.store.set(_asking(rank), own)

@@ -14,8 +14,9 @@ from slipstream.errors import SlipstreamError
 from slipstream.schedule import slice_lengths
 
 _GRANULARITY = 64  # tokens: matrix products like multiples of it
-_LEAST_GRANULES = 16  # of a row
-_MOST_SLICES = 32  # of a row: more seldom make a step shorter, and take long to order
+_LEAST_GRANULES = 16  # places in the longest row
+# More slices seldom make a step shorter, and take long to order.
+_MOST_SLICES = 32
 
 
 @dataclass(frozen=True)

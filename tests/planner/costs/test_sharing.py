@@ -61,7 +61,8 @@ def test_ranks_have_all_work_together(model: ModelCount) -> None:
             else:
                 np.testing.assert_allclose(num_ranks * own, one, rtol=1e-12)
         sharing = Sharing(model, degrees)
-        sent = [each for kind in model.of_kind for way in sharing.exchanges(kind, Op.F, 64).values() for each in way]
+        ways = product(model.of_kind, WAYS.values())
+        sent = [each for kind, way in ways for each in way.exchanges(sharing, kind, Op.F, 64)]
         assert all(each.num_ranks in (degrees.tensor, degrees.context, degrees.experts) for each in sent)
         assert (sum(each.num_ranks > 1 and each.times > 0 for each in sent) == 0) == (degrees.num_ranks == 1)
 

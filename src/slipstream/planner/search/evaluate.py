@@ -369,7 +369,7 @@ def _check_known(plan: Plan, costs: Costs, host: HostMemorySpec | None) -> None:
         )
     if plan.offload and host is None:
         raise SlipstreamError(f"offload={plan.offload:g} without a host: give its memory as `host`, or offload=0.")
-    own, theirs = plan.degrees.exchanging, costs.degrees.exchanging
+    own, theirs = plan.degrees.comparable, costs.degrees.comparable
     if (own, plan.microbatch_size) != (theirs, costs.microbatch_size):
         raise SlipstreamError(
             f"the costs are of {costs.degrees} and microbatches of {costs.microbatch_size}, but the plan has "
