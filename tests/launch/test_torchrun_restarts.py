@@ -137,3 +137,17 @@ def test_each_start_has_keys_of_its_own_whatever_the_agents_count() -> None:
             ranks = [*threads.map(joined, range(3), [3] * 3)]
             found = threads.map(lambda each, start=start: each.gather("ranks", [start, each.place.rank]), ranks)
             assert [*found] == [[[start, rank] for rank in range(3)]] * 3
+
+
+def test_all_ranks_know_of_a_restart_that_one_agent_has_counted() -> None:
+    agent = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(agent.port)}
+    program = "from slipstream.launch import connect_ranks; print(connect_ranks({}).is_restart)"
+    started = []
+    for rank in ("0", "1"):
+        counted = {"RANK": rank, "TORCHELASTIC_RESTART_COUNT": rank, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        environment = with_path() | place | counted
+        started.append(
+            subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True)
+        )
+    assert [each.communicate(timeout=LIMIT)[0] for each in started] == ["True\n"] * 2
