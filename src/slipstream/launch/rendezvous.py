@@ -117,6 +117,7 @@ class ConnectedRanks:
     hosts: Sequence[str] = ()  # the machine that each rank runs on
     address: str = ""  # at which the others reach this rank
     is_restart: bool = False  # whether a launcher has started some of them before
+    start: str = ""  # the name of this start, where the store has keys of earlier ones
 
     def __str__(self) -> str:
         return name_ranks(range(self.place.world_size), self.hosts)
@@ -129,9 +130,20 @@ class ConnectedRanks:
 
         Raises SlipstreamError where ranks are missing: which.
         """
-        rank = self.place.rank
-        start = self._named_start() if rank == 0 else self._start_asked_for()
-        self.store = dist.PrefixStore(start, self.store)  # type: ignore[attr-defined]
+        self.start = self._named_start() if self.place.rank == 0 else self._start_asked_for()
+        self.store = dist.PrefixStore(self.start, self.store)  # type: ignore[attr-defined]
+
+    def connect_again(self, keys: str, seconds: float) -> Store:
+        """Returns another connection to the store, under keys of its own in this start.
+
+        Args:
+            keys: what the names of its keys begin with.
+            seconds: limit of each wait in it.
+        """
+        place = self.place
+        limit = timedelta(seconds=seconds)
+        store = dist.TCPStore(place.address, place.port, timeout=limit, wait_for_workers=False)  # type: ignore[attr-defined]
+        return dist.PrefixStore(f"{self.start}/{keys}", store)  # type: ignore[attr-defined]
 
     def _named_start(self) -> str:
         """Returns a new name, once all other ranks have it."""

@@ -14,7 +14,6 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -393,9 +392,7 @@ class Meeting:
     def __init__(self, ranks: ConnectedRanks, seconds: float) -> None:
         place = ranks.place
         self.rank, self.size, self._hosts = place.rank, place.world_size, ranks.hosts
-        limit = timedelta(seconds=seconds)
-        store = dist.TCPStore(place.address, place.port, timeout=limit, wait_for_workers=False)  # type: ignore[attr-defined]
-        self._store = dist.PrefixStore(f"doctor/{place.attempt}", store)  # type: ignore[attr-defined]
+        self._store = ranks.connect_again("doctor", seconds)
 
     def tell(self, name: str, value: Any) -> None:
         """Writes something that JSON has, under a name and this rank."""
