@@ -53,7 +53,7 @@ def measure(sizes: dict[str, int], settings: ProfileSettings, device: torch.devi
     }
 
 
-def layer(profile: Profile, analytic: CountedCosts, longest: int) -> list[dict[str, object]]:
+def layer(profile: Profile, counted: CountedCosts, longest: int) -> list[dict[str, object]]:
     """Returns milliseconds of one layer's ops by the profile, and by the description of the device."""
     rows: list[dict[str, object]] = []
     for op in OPS:
@@ -61,7 +61,7 @@ def layer(profile: Profile, analytic: CountedCosts, longest: int) -> list[dict[s
         contexts = (0, profile.seq_len // 4, profile.seq_len - longest)
         for length, context in product((longest // 8, longest // 2, longest), contexts):
             measured = float(fitted(length, context))
-            described = float(analytic.part_seconds(analytic.model.layers[0], op, length, context))
+            described = float(counted.part_seconds(counted.model.layers[0], op, length, context))
             ratio = described / max(measured, 1e-9)  # a toy layer may measure as nothing
             row = {"op": str(op), "slice": length, "context": context, "measured": 1e3 * measured}
             rows.append(row | {"described": 1e3 * described, "described over measured": ratio})

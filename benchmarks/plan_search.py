@@ -29,7 +29,7 @@ from transformers import AutoConfig, LlamaConfig
 from benchmarks.harness import few, is_trial, record, restart_in_environment, setting, write
 from benchmarks.joint_problems import RandomCosts, joint_problems
 from slipstream import Memory, Pipeline, Runtime
-from slipstream.cost import AnalyticSource, load_cluster
+from slipstream.cost import CountedSource, load_cluster
 from slipstream.errors import SlipstreamError
 from slipstream.pipeline.runtime import PipelineRuntime
 from slipstream.planner.joint import JointProblem, find_joint_plan
@@ -88,7 +88,7 @@ def measure(name: str, cluster: str, num_nodes: int, seq_len: int, global_batch:
     began = time.perf_counter()
     model = count_model(LlamaConfig(**SHAPES[name], **_COMMON), seq_len)
     counted = time.perf_counter() - began
-    source = AnalyticSource(model, load_cluster(cluster).with_nodes(num_nodes), name)
+    source = CountedSource(model, load_cluster(cluster).with_nodes(num_nodes), name)
     bounding = []
     for _ in range(REPEATS):
         space = PlanSpace(source, seq_len, global_batch, PlanOptions())
@@ -183,7 +183,7 @@ def measure_length(name: str, seq_len: int, num_devices: int) -> dict[str, Any]:
     """Returns the time and memory of one search in this process, and the plan, or why there is none."""
     kind, sizes = LONG[name]
     model = count_model(AutoConfig.for_model(kind, **sizes), seq_len)
-    source = AnalyticSource(model, load_cluster("h100-dgx").with_nodes(num_devices // 8), name)
+    source = CountedSource(model, load_cluster("h100-dgx").with_nodes(num_devices // 8), name)
     sequences = _TOKENS.get(num_devices, 2**22) // seq_len
     row: dict[str, Any] = {"model": name, "tokens": seq_len, "devices": num_devices, "sequences": sequences}
     import_compiled()

@@ -13,11 +13,11 @@ import pytest
 
 from slipstream.checkpoint import DamagedError, Manifest
 from slipstream.checkpoint.files import write_record
+from slipstream.cluster_plans.described_model import DescribedModel
 from slipstream.cost import load_cluster, load_profile
 from slipstream.errors import SlipstreamError, printable
 from slipstream.extras.run_page import write_run_page
 from slipstream.model import load_config as load_model_config
-from slipstream.planning.described_model import DescribedModel
 from slipstream.timeline import load_trace
 from slipstream.train.config import load_config
 from slipstream.train.data.sources import find_bad_line

@@ -154,8 +154,8 @@ WALKS = {
         run_plan,
         (
             "cli/plan.py:plan",
-            "planning/plan_model.py:plan",
-            "planning/plan_model.py:choose_costs",
+            "cluster_plans/plan_model.py:plan",
+            "cluster_plans/plan_model.py:choose_costs",
             "profile/counting.py:count_model",
             "planner/search/plan_search.py:search_plans",
             "planner/search/joint_plans.py:joint_candidates",

@@ -18,9 +18,9 @@ from benchmarks.papers.unfused_attention import UnfusedCosts
 from slipstream.array_types import Floats
 from slipstream.cost import (
     REPLAYED,
-    AnalyticSource,
     Cluster,
     CountedCosts,
+    CountedSource,
     Degrees,
     ModelCount,
     OpCount,
@@ -100,7 +100,7 @@ class UnscatteredCosts(PaperCosts):
         return UnscatteredCost(**vars(super().action_costs(*args, **options)))
 
 
-class PaperSource(AnalyticSource):
+class PaperSource(CountedSource):
     """A model on a described cluster, with costs of the papers' time.
 
     Args:

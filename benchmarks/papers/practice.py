@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 
 from benchmarks.harness import few, setting, write
 from benchmarks.plan_search import SHAPES
-from slipstream.cost import AnalyticSource, load_cluster
+from slipstream.cost import CountedSource, load_cluster
 from slipstream.planner.plan_report import Prediction
 from slipstream.planner.search import PlanOptions, search_plans
 from slipstream.profile import count_model
@@ -54,7 +54,7 @@ def measure(
     on_devices = PlanOptions(offload=(0.0,))
     degrees_of = {"tensor": tensor, "pipeline": pipeline, "data": data, "context": context}
     same = on_devices.changed(**{f"{axis}_parallel": (degree,) for axis, degree in degrees_of.items()})
-    source = AnalyticSource(model, cluster, name, sequence_parallel=True, fused=True, refusals={})
+    source = CountedSource(model, cluster, name, sequence_parallel=True, fused=True, refusals={})
     found = {
         which: described(search_plans(source, LENGTH, sequences, options=options).best)
         for which, options in zip(WHICH, (same, on_devices, PlanOptions()), strict=True)

@@ -1,4 +1,4 @@
-"""Analytic costs with the attention of the time before FlashAttention, which the papers measured."""
+"""Counted costs with the attention of the time before FlashAttention, which the papers measured."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from slipstream.version import __version__
 # Type checkers read these imports, and so does `_find_homes`: every name is loaded on its first use, so that schedules
 # and simulation work, and the command line answers, without importing torch.
 if TYPE_CHECKING:
+    from slipstream.cluster_plans.plan_model import plan
     from slipstream.cost import load_cluster, load_profile
     from slipstream.errors import SlipstreamError
     from slipstream.extras.encoders import sequence_of
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
         slicing_frontier,
     )
     from slipstream.planner.slicing.schedule_slicing import schedule_costs, slice_for_schedule
-    from slipstream.planning.plan_model import plan
     from slipstream.schedule.action import Action, Op, ScheduleError
     from slipstream.schedule.generators import (
         SCHEDULES,

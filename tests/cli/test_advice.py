@@ -65,7 +65,7 @@ SAID_BY = {
     "launch/profile_ranks.py": ["profile"],
     "model/": ["train", "check", "plan", "profile"],
     "planner/": ["plan"],
-    "planning/": ["plan", "train"],
+    "cluster_plans/": ["plan", "train"],
     "profile/": ["profile", "train"],
     "timeline/": ["timeline"],
     "train/evaluation.py": ["eval"],

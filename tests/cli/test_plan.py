@@ -16,14 +16,14 @@ import yaml
 import slipstream
 from slipstream.cli.plan import plan as command
 from slipstream.cli.plan import training_lines
+from slipstream.cluster_plans.described_model import DescribedModel
+from slipstream.cluster_plans.plan_file import plan_settings, write_plan_file
+from slipstream.cluster_plans.plan_model import choose_costs
 from slipstream.cost import Degrees, MeasuredCosts, ProfileSource, load_profile
 from slipstream.errors import SlipstreamError
 from slipstream.planner.report import reasons
 from slipstream.planner.search import PlanOptions
 from slipstream.planner.search.plan_space import PlanSpace
-from slipstream.planning.described_model import DescribedModel
-from slipstream.planning.plan_file import plan_settings, write_plan_file
-from slipstream.planning.plan_model import choose_costs
 from slipstream.profile import ProfileSettings, profile_model
 from slipstream.profile.cost_cache import CostCache
 from slipstream.schedule import COMMUNICATION, Schedule

@@ -16,10 +16,10 @@ from typer.testing import CliRunner, Result
 
 import slipstream
 from slipstream.cli import app
+from slipstream.cluster_plans.plan_model import choose_costs
 from slipstream.cost import Degrees, MeasuredCosts, load_profile
 from slipstream.errors import SlipstreamError
 from slipstream.pipeline.planning import StartRequest
-from slipstream.planning.plan_model import choose_costs
 from slipstream.profile import profile_model
 from slipstream.profile.cost_cache import CostCache
 from slipstream.schedule import SCHEDULES, Schedule, add_communication, make_schedule, one_f_one_b, split_backwards

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 import slipstream
 from slipstream import Pipeline
+from slipstream.cluster_plans.model_report import report_on
 from slipstream.errors import SlipstreamError
-from slipstream.planning.model_report import report_on
 from support.architectures import BOUND, gradient_error, labels_of, llama, no_rounding_inside, tokens
 from support.forked import launch, selected_cases
 from support.hybrids import HYBRIDS

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.cost import AnalyticSource, Degrees, ModelCount, StageParts
+from slipstream.cost import CountedSource, Degrees, ModelCount, StageParts
 from slipstream.cost.cluster import load_cluster
 from slipstream.errors import SlipstreamError
 from slipstream.model.adapters import Adapter
@@ -101,7 +101,7 @@ def test_joint_searches_start_on_meshes_of_different_degrees_where_there_are_som
     assert promising([best, same_mesh, larger]) == [best, larger]
 
 
-def long_sequences(num_ranks: int, kernel_seconds: float) -> AnalyticSource:
+def long_sequences(num_ranks: int, kernel_seconds: float) -> CountedSource:
     """A model whose time is mostly attention, on one pipeline."""
     cluster = small_cluster(1, num_ranks, memory=1e12)
     device = replace(cluster.device, kernel_seconds=kernel_seconds)
@@ -160,7 +160,7 @@ def test_one_kind_of_slicing_may_be_all_that_is_allowed() -> None:
 
 def degrees(model: ModelCount, num_nodes: int, batch: int, options: PlanOptions) -> Plan:
     cluster = load_cluster("a100-selene").with_nodes(num_nodes)
-    return search_plans(AnalyticSource(model, cluster, "gpt"), 2048, batch, options=options).best.plan
+    return search_plans(CountedSource(model, cluster, "gpt"), 2048, batch, options=options).best.plan
 
 
 def test_tensor_parallelism_fills_the_node_and_no_more() -> None:
@@ -183,7 +183,7 @@ def test_data_parallelism_scales_once_the_model_fits() -> None:
 def test_the_best_microbatch_is_neither_the_smallest_nor_the_largest() -> None:
     """Takeaway 3 (Figure 16): larger ones compute faster, smaller ones idle less."""
     node = load_cluster("a100-selene").with_nodes(1)
-    alone = AnalyticSource(gpt(num_layers=32, hidden=4096, heads=32), node, "gpt")
+    alone = CountedSource(gpt(num_layers=32, hidden=4096, heads=32), node, "gpt")
     options = ONE_F_ONE_B.changed(tensor_parallel=(1,), data_parallel=(1,), context_parallel=(1,), memory_limit=1e15)
     steps = {
         size: search_plans(alone, 512, 128, options=options.changed(microbatch_size=(size,))).best.step_seconds
@@ -232,7 +232,7 @@ def test_the_shortest_step_is_simulated_whole_before_it_is_reported(monkeypatch:
 # --- what can't be ---------------------------------------------------------------------------------------------------
 
 
-def one_device(memory: float) -> AnalyticSource:
+def one_device(memory: float) -> CountedSource:
     return source(cluster=small_cluster(1, 1, memory=memory))
 
 
@@ -269,7 +269,7 @@ def test_8b_with_an_adapter_fits_a_device_of_80_gb() -> None:
     for base_precision, parameters in zip(("full", "nf4"), held, strict=True):
         adapter = Adapter("default", lora(target_modules="all-linear"), base_precision)  # type: ignore[arg-type]
         counted = count_model(config, 8192, torch.bfloat16, TrainedWeights(adapter=adapter))
-        lora_source = AnalyticSource(counted, one, "8B with LoRA")
+        lora_source = CountedSource(counted, one, "8B with LoRA")
         best = search_plans(lora_source, 8192, 4, options=PlanOptions(num_slices=(2, 4))).best
         assert best.peak_memory < 76e9
         assert all(size >= 0 for size in best.memory[0].values())
@@ -299,9 +299,9 @@ def test_what_fits_no_choice_wants_more_devices() -> None:
     model = gpt(num_layers=24, hidden=12288, heads=96)
     cluster = load_cluster("a100-selene").with_nodes(1)
     with pytest.raises(SlipstreamError, match=r"would fit: \d+ devices instead of 8") as caught:
-        search_plans(AnalyticSource(model, cluster, "gpt"), 2048, 8)
+        search_plans(CountedSource(model, cluster, "gpt"), 2048, 8)
     wanted = int(str(caught.value).split("would fit: ")[1].split()[0])
-    larger = AnalyticSource(model, cluster.with_nodes(wanted // 8), "gpt")
+    larger = CountedSource(model, cluster.with_nodes(wanted // 8), "gpt")
     assert search_plans(larger, 2048, 8, options=PlanOptions(num_simulated=1)).best.peak_memory <= 80e9
 
 
@@ -320,7 +320,7 @@ def test_what_fits_no_choice_wants_more_devices() -> None:
 )
 def test_what_fits_nothing_is_named(batch: int, given: dict[str, tuple[int, ...]], words: str) -> None:
     layer = replace(SMALL.layers[0], num_experts=4)
-    model = AnalyticSource(replace(SMALL, layers=(layer,)), small_cluster(), "mixture", refusals={})
+    model = CountedSource(replace(SMALL, layers=(layer,)), small_cluster(), "mixture", refusals={})
     with pytest.raises(SlipstreamError, match=words):
         search_plans(model, SEQ_LEN, batch, options=PlanOptions(**given))  # type: ignore[arg-type]
 
@@ -329,9 +329,9 @@ def test_what_fits_nothing_is_named(batch: int, given: dict[str, tuple[int, ...]
 
 
 @cache
-def counted_llama() -> AnalyticSource:
+def counted_llama() -> CountedSource:
     """Four layers in halves, on one node of two devices."""
-    return AnalyticSource(count_model(llama(), SEQ_LEN, torch.float16), small_cluster(1), "llama")
+    return CountedSource(count_model(llama(), SEQ_LEN, torch.float16), small_cluster(1), "llama")
 
 
 TWO_RANKS = PlanOptions(
@@ -427,9 +427,9 @@ ONE_COLUMN = PlanOptions(
 
 
 @cache
-def heavy_source(tied: bool = False) -> AnalyticSource:
+def heavy_source(tied: bool = False) -> CountedSource:
     """Of a model with a heavy head, which training can spread over the ranks."""
-    return AnalyticSource(replace(HEAVY, tied=tied), small_cluster(), "small", refusals={})
+    return CountedSource(replace(HEAVY, tied=tied), small_cluster(), "small", refusals={})
 
 
 @cache
@@ -477,7 +477,7 @@ def test_a_spread_vocabulary_is_pinned_or_open() -> None:
         (source(HEAVY), ("1f1b", AUTO), r"vocabulary=spread can't be planned for small\. Counts don't say"),
     ],
 )
-def test_where_no_vocabulary_can_be_spread(plan_source: AnalyticSource, schedule: tuple[str, ...], words: str) -> None:
+def test_where_no_vocabulary_can_be_spread(plan_source: CountedSource, schedule: tuple[str, ...], words: str) -> None:
     options = ONE_COLUMN.changed(vocabulary=("spread",), schedule=schedule)
     with pytest.raises(SlipstreamError, match=words):
         search_plans(plan_source, SEQ_LEN, 4, options=options)

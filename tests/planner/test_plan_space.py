@@ -12,7 +12,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from slipstream.cost import AnalyticSource, CountedCosts, Degrees, partition_of
+from slipstream.cost import CountedCosts, CountedSource, Degrees, partition_of
 from slipstream.planner.plan import ONE_DEVICE, Plan
 from slipstream.planner.search import bounds as search_bounds
 from slipstream.planner.search import search_plans
@@ -37,11 +37,11 @@ from support.small_clusters import SEQ_LEN, SMALL, small_cluster, source, with_f
 MODELS = SMALL, with_frozen(SMALL, 4)
 
 
-def simulated(plan: Plan, plan_source: AnalyticSource | None = None, global_batch: int = 8) -> Evaluation:
+def simulated(plan: Plan, plan_source: CountedSource | None = None, global_batch: int = 8) -> Evaluation:
     return space_of(plan_source, global_batch).evaluate(plan)
 
 
-def space_of(plan_source: AnalyticSource | None = None, global_batch: int = 8) -> PlanSpace:
+def space_of(plan_source: CountedSource | None = None, global_batch: int = 8) -> PlanSpace:
     return PlanSpace(plan_source or source(), SEQ_LEN, global_batch, PlanOptions())
 
 
@@ -421,7 +421,7 @@ def test_a_plan_of_frozen_layers_is_cut_for_what_runs(schedule: str, stages: int
 
 def test_halves_of_two_layers_keep_what_enters_both() -> None:
     """Where layers are recomputed one by one; the halves of one layer keep only what enters that."""
-    counted = AnalyticSource(count_model(llama(), SEQ_LEN, torch.float16), small_cluster(1), "llama")
+    counted = CountedSource(count_model(llama(), SEQ_LEN, torch.float16), small_cluster(1), "llama")
     space = PlanSpace(counted, SEQ_LEN, 2, PlanOptions())
     costs, kept = space.costs(Degrees(), 1), partial(CountedCosts.kept_bytes, recompute="full", length=SEQ_LEN)
     cut = PlacedPartition(costs, tuple(range(5)), (0, 1, 3, 4, 6, 10))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from slipstream.cost import Amount, AnalyticSource, AttentionCall, AttentionWindow, ModelCount, OpCount, PartCount
+from slipstream.cost import Amount, AttentionCall, AttentionWindow, CountedSource, ModelCount, OpCount, PartCount
 from slipstream.cost.cluster import Cluster, parse_cluster
 from slipstream.schedule import Op
 
@@ -80,5 +80,5 @@ def small_cluster(num_nodes: int = 2, devices_per_node: int = 2, memory: float =
     )
 
 
-def source(model: ModelCount = SMALL, cluster: Cluster | None = None) -> AnalyticSource:
-    return AnalyticSource(model, cluster or small_cluster(), "small")
+def source(model: ModelCount = SMALL, cluster: Cluster | None = None) -> CountedSource:
+    return CountedSource(model, cluster or small_cluster(), "small")

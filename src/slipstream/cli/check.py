@@ -16,8 +16,8 @@ from slipstream.terminal import print_table, spinner
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from slipstream.planning.described_model import DescribedModel
-    from slipstream.planning.model_report import ModelReport
+    from slipstream.cluster_plans.described_model import DescribedModel
+    from slipstream.cluster_plans.model_report import ModelReport
 
 
 def check(
@@ -35,8 +35,8 @@ def check(
     names no tokenizer that can be used.
     """
     with spinner("running a toy of the architecture"):
-        from slipstream.planning.described_model import DescribedModel
-        from slipstream.planning.model_report import report_on
+        from slipstream.cluster_plans.described_model import DescribedModel
+        from slipstream.cluster_plans.model_report import report_on
 
         described = DescribedModel(model, trusts_code=remote_code)
         report = report_on(described.config)

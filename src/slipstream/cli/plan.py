@@ -149,15 +149,15 @@ def training_lines(plan: PlanReport, tokens: float | None, price: float | None) 
 def _run(
     model: str, cluster: str | None, output: Path, report: Path | None, overwrite: bool, **settings: Any
 ) -> PlanReport:
-    from slipstream.planning.plan_file import schedule_file, write_plan_file
+    from slipstream.cluster_plans.plan_file import schedule_file, write_plan_file
 
     check_new_file(output, "--output", overwrite)
     check_new_file(schedule_file(output), "--output", overwrite)
     if report is not None:
         check_new_file(report, "--report", overwrite)
     with spinner("counting the model's operations") as change:
-        from slipstream.planning.described_model import DescribedModel
-        from slipstream.planning.plan_model import plan as find_plan
+        from slipstream.cluster_plans.described_model import DescribedModel
+        from slipstream.cluster_plans.plan_model import plan as find_plan
 
         def show(what: str, done: int, total: int) -> None:
             change(f"{what}: {done:,}" + (f" of at most {total:,}" if total else ""))

@@ -216,7 +216,7 @@ def _costs_of(
         source = ProfileSource(measured, measured.hardware.processes)
         total = seq_len or sum(tokens) or measured.seq_len
     else:
-        from slipstream.planning.plan_model import choose_costs
+        from slipstream.cluster_plans.plan_model import choose_costs
 
         total = seq_len or sum(tokens)
         if not total:

@@ -40,8 +40,8 @@ from slipstream.cost.sharing import (
     with_exchange,
 )
 from slipstream.cost.sources import (
-    AnalyticSource,
     CostSource,
+    CountedSource,
     ProfileSource,
 )
 from slipstream.cost.typical_cluster import (

@@ -1,4 +1,4 @@
-"""The operations and bytes of a model's parts, counted per token: the input of analytic costs."""
+"""The operations and bytes of a model's parts, counted per token: the input of counted costs."""
 
 from __future__ import annotations
 

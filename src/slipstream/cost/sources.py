@@ -23,7 +23,7 @@ _COUNTED_ALONE: Mapping[str, str] = MappingProxyType(
 )
 
 
-class AnalyticSource:
+class CountedSource:
     """A counted model on a described cluster."""
 
     # The values of `recompute` whose times are known, the last of which holds least.
@@ -86,7 +86,7 @@ class AnalyticSource:
         """Yields the same model on 2, 4, ... up to `most` times the nodes; nothing where the hardware is given."""
         for doublings in range(1, most.bit_length()):
             larger = self.cluster.with_nodes(2**doublings * self.cluster.num_nodes)
-            yield AnalyticSource(self.model, larger, self.name, self.sequence_parallel, self.fused, self.refusals)
+            yield CountedSource(self.model, larger, self.name, self.sequence_parallel, self.fused, self.refusals)
 
     def trained(self) -> tuple[str, ...]:
         """Returns a sentence about the trained parts and the end of the backward; nothing where all weights train."""
@@ -117,7 +117,7 @@ class AnalyticSource:
 class ProfileSource:
     """A model measured on the present hardware, of one microbatch size, its work shared by one number of ranks.
 
-    It has what an AnalyticSource has.
+    It has what an CountedSource has.
     """
 
     recomputations: tuple[str, ...] = ("none", "full", "stage", "stage+full")
@@ -180,5 +180,5 @@ class ProfileSource:
         )
 
 
-CostSource: TypeAlias = AnalyticSource | ProfileSource
+CostSource: TypeAlias = CountedSource | ProfileSource
 """A model on some devices: what a search reads to find a plan."""

@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 
+from slipstream.cluster_plans.plan_file import rounded
 from slipstream.cost import MeasuredCosts, profile_behind
 from slipstream.errors import SlipstreamError
 from slipstream.parallel import Ranks
 from slipstream.pipeline import PipelineOptions
 from slipstream.planner.search import Evaluation
-from slipstream.planning.plan_file import rounded
 from slipstream.train.config import Config, dump_config
 from slipstream.train.configured_pipeline import make_mesh_of
 from slipstream.train.device_choice import memory_of_a_rank

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from slipstream.checkpoint import SavedCheckpoint
+from slipstream.cluster_plans.plan_file import plan_text, rounded
 from slipstream.launch import Progress
 from slipstream.number_format import PRECISIONS
 from slipstream.options import Degrees
@@ -27,7 +28,6 @@ from slipstream.planner import OPEN, Plan, placement_of
 from slipstream.planner.cuts import Cuts
 from slipstream.planner.joint import JointPlan
 from slipstream.planner.ragged import StageRates
-from slipstream.planning.plan_file import plan_text, rounded
 from slipstream.schedule import AUTOMATIC, SCHEDULES, USUAL_SCHEDULE, Schedule, placed_as
 from slipstream.train.config import DECIDED_BY_PLAN, Config
 from slipstream.train.data import BatchSize, TrainingSequences

@@ -1,4 +1,4 @@
-"""Analytic costs are the hand-computed times of a hand-made model, obey laws that hold for any model, and add up.
+"""Counted costs are the hand-computed times of a hand-made model, obey laws that hold for any model, and add up.
 
 Of any model counted they do: halves to layers, units to stages and to the whole, at any degree.
 """
@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from slipstream.cost import (
     OPS,
     Amount,
-    AnalyticSource,
     AttentionCall,
     AttentionWindow,
     CountedCosts,
+    CountedSource,
     Degrees,
     ModelCount,
     OpCount,
@@ -259,8 +259,8 @@ def test_keys_are_gathered_where_that_is_less_or_heads_do_not_divide() -> None:
     assert many.exchanges(Degrees(context=3), ("heads",)) == ()
 
 
-def source_of_heads(queries: int, keys: int) -> AnalyticSource:
-    return AnalyticSource(with_layer(replace(CALL, num_heads=queries, num_key_value_heads=keys)), CLUSTER, "")
+def source_of_heads(queries: int, keys: int) -> CountedSource:
+    return CountedSource(with_layer(replace(CALL, num_heads=queries, num_key_value_heads=keys)), CLUSTER, "")
 
 
 def test_plans_gather_keys_where_runs_do() -> None:

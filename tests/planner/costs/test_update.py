@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from slipstream.cost import (
-    AnalyticSource,
     CountedCosts,
+    CountedSource,
     Degrees,
     ModelCount,
     StateBytes,
@@ -68,7 +68,7 @@ def test_searches_follow_another_rule(model: ModelCount) -> None:
     options = PlanOptions(schedule=("1f1b",), pipeline_parallel=(2,), tensor_parallel=(1,), shard=("none",))
     found = []
     for state in (ADAMW, MOMENTUM):
-        source = AnalyticSource(model, load_cluster("h100-dgx").with_nodes(1), "a model")
+        source = CountedSource(model, load_cluster("h100-dgx").with_nodes(1), "a model")
         source.state = state
         found.append(search_plans(source, 256, 8, options=options).best)
     adamw, momentum = found

@@ -11,6 +11,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
+from slipstream.cluster_plans.plan_file import plan_settings
+from slipstream.cluster_plans.plan_model import plan
 from slipstream.cost import (
     ASSUMED_EFFICIENCY,
     CPU_LINK,
@@ -26,8 +28,6 @@ from slipstream.errors import SlipstreamError
 from slipstream.extras.first_config.data import DataSizes
 from slipstream.options import Memory, Record, Runtime
 from slipstream.planner import PlanReport
-from slipstream.planning.plan_file import plan_settings
-from slipstream.planning.plan_model import plan
 from slipstream.train.config.sections import ParallelSection
 from slipstream.train.metrics.flops import measure_peak, peak_by_name
 

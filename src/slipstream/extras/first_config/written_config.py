@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from slipstream.cluster_plans.described_model import DescribedModel
 from slipstream.extras.first_config.choices import (
     PipelineChoice,
     Purpose,
@@ -26,7 +27,6 @@ from slipstream.launch import Progress
 from slipstream.model import MANY_TOKENS, check_length, check_sliceable, longest_sequence, meta_model
 from slipstream.number_format import precision_of
 from slipstream.options import Runtime
-from slipstream.planning.described_model import DescribedModel
 from slipstream.train.config import Config, ModelSection
 from slipstream.train.config.config_values import parse_config
 from slipstream.train.config.overrides import SMALLEST

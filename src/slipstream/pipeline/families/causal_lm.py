@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from slipstream.cost import AnalyticSource, typical_cluster, with_exchange
+from slipstream.cost import CountedSource, typical_cluster, with_exchange
 from slipstream.errors import SlipstreamError
 from slipstream.model import (
     IGNORED,
@@ -235,7 +235,7 @@ class CausalLMFamily(ModelFamily):
         device = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else None
 
         @cache
-        def source() -> AnalyticSource:
+        def source() -> CountedSource:
             computed = torch_dtype(BFLOAT16.name if request.dtype == AUTOCAST else request.dtype)
             assert computed is not None
             count = count_model(
@@ -244,7 +244,7 @@ class CausalLMFamily(ModelFamily):
             if not count.num_trained:
                 raise SlipstreamError("nothing is trained")
             cluster = typical_cluster(device, self._ranks.world.size * (num_ranks // self._ranks.pipeline.size))
-            return AnalyticSource(count, cluster, self.name, options.parallel.sequence_parallel, options.runtime.fused)
+            return CountedSource(count, cluster, self.name, options.parallel.sequence_parallel, options.runtime.fused)
 
         def problem(length: int, num_rows: int) -> JointProblem:
             asked = replace(request, seq_len=length, microbatch_size=num_rows)

@@ -8,11 +8,12 @@ from typing import Any, TypeAlias
 
 from transformers import PretrainedConfig
 
+from slipstream.cluster_plans.described_model import DescribedModel
 from slipstream.cost import (
     SHIPPED,
-    AnalyticSource,
     Cluster,
     CostSource,
+    CountedSource,
     ModelCount,
     Profile,
     ProfileSource,
@@ -41,7 +42,6 @@ from slipstream.options import SHARED_WORK
 from slipstream.parallel import possible_sharing
 from slipstream.planner import PlanReport
 from slipstream.planner.search import PlanOptions, check_count, search_plans
-from slipstream.planning.described_model import DescribedModel
 from slipstream.profile import count_model, identify_model, newest_costs
 
 
@@ -157,7 +157,7 @@ def choose_costs(
     if num_ranks is not None:
         raise SlipstreamError(f"num_ranks={num_ranks} is for a profile; a cluster has nodes: give num_nodes.")
     assert cluster is not None
-    return _analytic_source(model, cluster, seq_len, dtype, num_nodes, freeze, lora, lora_base_precision, fused)
+    return _counted_source(model, cluster, seq_len, dtype, num_nodes, freeze, lora, lora_base_precision, fused)
 
 
 def _is_counted_on(cluster: str | Path | Cluster | None) -> bool:
@@ -198,7 +198,7 @@ def _profile_source(
     return ProfileSource(profile, measured if num_ranks is None else num_ranks)
 
 
-def _analytic_source(
+def _counted_source(
     model: DescribedModel | ModelCount,
     cluster: str | Path | Cluster,
     seq_len: int,
@@ -208,7 +208,7 @@ def _analytic_source(
     lora: Any,
     lora_base_precision: BasePrecision,
     fused: bool,
-) -> AnalyticSource:
+) -> CountedSource:
     described = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
     if num_nodes is None and cluster in SHIPPED:
         num_nodes = 1
@@ -223,7 +223,7 @@ def _analytic_source(
             raise SlipstreamError("a counted model has the kernels with which it was counted: leave fused out.")
         if dtype not in (None, model.dtype):
             raise SlipstreamError(f"dtype={dtype!r}, but the model was counted in {model.dtype}: count it again.")
-        return AnalyticSource(model, described, "counted model")
+        return CountedSource(model, described, "counted model")
     dtype = dtype or BFLOAT16.name
     described.device.matmul_flops(dtype)  # raises where the dtype has no peak, before the model is counted
     config = _config_for(model, seq_len)
@@ -239,7 +239,7 @@ def _analytic_source(
             refusals["vocabulary"] = refused
     if lora is not None:
         refusals["shard"] = "Sharded parameters haven't been shown to be exact with adapters."
-    return AnalyticSource(count, described, model.name, shares_tokens, fused, refusals)
+    return CountedSource(count, described, model.name, shares_tokens, fused, refusals)
 
 
 def _why_head_stays_whole(config: PretrainedConfig, trains_a_part: bool) -> str:
