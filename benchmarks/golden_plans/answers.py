@@ -25,12 +25,10 @@ from slipstream.planner.joint import (
     JointPlan,
     JointProblem,
     find_joint_plan,
-    find_vocabulary_plan,
 )
-from slipstream.planner.plan import CHOICES, OPEN, Plan
+from slipstream.planner.plan import AUTO, CHOICES, OPEN, Plan
 from slipstream.planner.plan_report import Prediction
-from slipstream.planner.ragged import StageRates, StepMemory, StepPlan, StepProblem, find_plan_within, fit_rates
-from slipstream.planner.ragged.step_search import find_step_plan
+from slipstream.planner.ragged import StageRates, StepMemory, StepPlan, StepProblem, find_step_plan, fit_rates
 from slipstream.planner.search import PlanOptions, search_plans
 from slipstream.schedule import Op, Schedule
 from slipstream.simulator import MicrobatchCost, activation_peaks, simulate
@@ -150,14 +148,14 @@ def _start(request: Request) -> Answer:
         dtype="float32",
         num_ranks=request["num_ranks"],
         longest=request["longest"],
-        vocabulary=request["vocabulary"],
+        vocabulary=OPEN if request["vocabulary"] == AUTO else request["vocabulary"],
         trained=_trained(request, config),
         memory_limit=request.get("memory_limit"),
         effort=_EFFORT,
     )
     costs = plan_before_training.of_what_is_trained(MeasuredCosts(profile), config, asked, lambda text: None)
     problem = asked.problem(costs, profile.longest_slice)
-    plan = find_vocabulary_plan(problem, asked.vocabulary, lambda share: None)
+    plan = find_joint_plan(problem)
     rates = asked.fit_rates(costs, profile.longest_slice, plan.partition, "none")
     of_rates = {op.value: seconds.tolist() for op, seconds in rates.rates.items()}
     peaks = asked.evaluate(costs, plan.plan).peaks()
@@ -217,9 +215,7 @@ def _ragged(request: Request) -> Answer:
         packs=request["packs"],
         split=request["split"],
     )
-    if "room" not in request:
-        plan = find_step_plan(problem)
-    else:
+    if "room" in request:
         held = rates.held_bytes(np.array([max(lengths)], np.int64))[:, 0]
         room = request["room"] * np.bincount(request["placement"], held).max()
         state = [1e6] * problem.num_ranks
@@ -227,7 +223,8 @@ def _ragged(request: Request) -> Answer:
         def account(step: StepPlan) -> Sequence[float]:
             return [1e6 + float(peak) for peak in _activation_peaks(rates, step)]
 
-        plan = find_plan_within(problem, StepMemory(1e6 + room, state, account))
+        problem = replace(problem, memory=StepMemory(1e6 + room, state, account))
+    plan = find_step_plan(problem)
     return {
         "groups": [[*group] for group in plan.groups],
         "slices": [[*slices] for slices in plan.slices],

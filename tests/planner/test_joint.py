@@ -20,12 +20,12 @@ from slipstream.array_types import Floats, Ints
 from slipstream.cost import OPS, Costs, LinkTime, Numbers, Work, unit_bounds
 from slipstream.errors import SlipstreamError
 from slipstream.planner.cuts import Cuts
-from slipstream.planner.joint import JointPlan, JointProblem, OutOfMemoryError, find_joint_plan, find_vocabulary_plan
+from slipstream.planner.joint import JointPlan, JointProblem, OutOfMemoryError, find_joint_plan
 from slipstream.planner.joint.finalists import FinalistSearch
 from slipstream.planner.joint.joint_search import placements
 from slipstream.planner.joint.placement_search import PlacementSearch, QuickOrder
 from slipstream.planner.joint.problem import MemoryAccount
-from slipstream.planner.joint.vocabulary_search import find_spread_plan, spread_costs
+from slipstream.planner.joint.vocabulary_search import spread_costs
 from slipstream.planner.order.makespan_bounds import rank_bounds
 from slipstream.planner.order.order_search import find_order
 from slipstream.planner.plan import OPEN, Plan
@@ -348,15 +348,11 @@ def test_bounds_and_quick_orders_enclose_the_best_order(
 HEAVY = ToyCosts(num_layers=6, head=7.0, overhead=1.0)
 
 
-def ignored(share: float) -> None:
-    """Takes what is told about progress."""
-
-
 @pytest.mark.parametrize("tied", [*first_of([True], 0), *first_of([False], 0, "grid")])
 def test_a_heavy_head_is_spread(tied: bool) -> None:
     """With it a tied embedding: every rank then looks at every token, as the first one does for a whole embedding."""
     task = problem(costs=HEAVY, tied=tied)
-    plan = find_vocabulary_plan(task, "auto", ignored)
+    plan = find_joint_plan(replace(task, may_spread=True))
     assert plan.other_head is not None
     assert (plan.head, plan.other_head.head) == ("spread", "whole")
     assert plan.other_head == find_joint_plan(task)
@@ -387,14 +383,14 @@ class CostlyLogits(ToyCosts):
 def test_work_counts_in_the_slices_of_the_plan() -> None:
     """In one slice all work takes so long that a whole head's plan is shorter than an equal share of it."""
     task = problem(costs=CostlyLogits(num_layers=6, head=7.0, overhead=1.0))
-    plan = find_vocabulary_plan(task, "auto", ignored)
+    plan = find_joint_plan(replace(task, may_spread=True))
     assert plan.other_head is not None
     assert plan.head == "spread"
 
 
 @pytest.mark.more
 def test_a_spread_head_loses_where_actions_cost_much() -> None:
-    plan = find_vocabulary_plan(problem(costs=ToyCosts(num_layers=6, head=2.0, overhead=200.0)), "auto", ignored)
+    plan = find_joint_plan(problem(costs=ToyCosts(num_layers=6, head=2.0, overhead=200.0), may_spread=True))
     assert plan.other_head is not None
     assert (plan.head, plan.other_head.head) == ("whole", "spread")
     assert "with its rows spread over the ranks a step takes +" in plan.table()
@@ -403,7 +399,7 @@ def test_a_spread_head_loses_where_actions_cost_much() -> None:
 @pytest.mark.parametrize("head", [*first_of([0.75], 0), *first_of([0.1], 0, "grid")])
 def test_a_light_head_is_no_question(head: float) -> None:
     task = problem(costs=ToyCosts(num_layers=8, head=head))
-    plan = find_vocabulary_plan(task, "auto", ignored)
+    plan = find_joint_plan(replace(task, may_spread=True))
     assert plan == find_joint_plan(task)
     assert "head" not in plan.table()
 
@@ -411,7 +407,7 @@ def test_a_light_head_is_no_question(head: float) -> None:
 def test_what_is_asked_for_is_what_is_planned() -> None:
     task = problem(costs=HEAVY)
     for vocabulary in ("whole", "spread"):
-        plan = find_vocabulary_plan(task, vocabulary, ignored)
+        plan = find_joint_plan(replace(task, given=Plan(vocabulary=vocabulary)))
         assert (plan.head, plan.other_head) == (vocabulary, None)
 
 
@@ -439,8 +435,10 @@ def test_a_part_of_a_slice_is_two_tensors_and_the_sums_are_none() -> None:
 @pytest.mark.more
 def test_one_more_microbatch_is_in_flight_where_memory_allows_it() -> None:
     """By the account of the whole plan, which here counts the microbatches between their forward and backward."""
-    task = problem(num_ranks=4, costs=HEAVY, num_microbatches=8, cuts=Cuts(most_slices=1), effort=1e5)
-    free = find_spread_plan(task)
+    spread = Plan(vocabulary="spread")
+    cuts = Cuts(most_slices=1)
+    task = problem(num_ranks=4, costs=HEAVY, num_microbatches=8, cuts=cuts, effort=1e5, given=spread)
+    free = find_joint_plan(task)
 
     def account(plan: Plan) -> list[float]:
         assert isinstance(plan.schedule, Schedule)
@@ -449,7 +447,7 @@ def test_one_more_microbatch_is_in_flight_where_memory_allows_it() -> None:
         return [float(np.cumsum(row).max()) for row in changes]
 
     most = max(account(free.plan))
-    limited = find_spread_plan(replace(task, memory_limit=most - 1, account=account))
+    limited = find_joint_plan(replace(task, memory_limit=most - 1, account=account))
     assert max(account(limited.plan)) < most
     assert free.seconds < limited.seconds
 

@@ -18,7 +18,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.planner.cuts import Cuts
 from slipstream.planner.order.order_search import step_lower_bound
 from slipstream.planner.plan import Plan
-from slipstream.planner.ragged import StepMemory, StepPlan, StepProblem, find_plan_within, find_step_plan
+from slipstream.planner.ragged import StepMemory, StepPlan, StepProblem, find_step_plan
 from slipstream.planner.ragged.step_search import candidates, lower_bound
 from slipstream.planner.room import OutOfMemoryError
 from slipstream.schedule import Op, make_schedule, validate
@@ -117,12 +117,12 @@ def test_a_plan_keeps_to_the_limit_or_the_longest_sequence_is_named(problem: Ste
     memory = memory_of(problem, STATE + share * problem.room[0])
     problem = replace(problem, room=None)
     try:
-        plan = find_plan_within(problem, memory)
+        plan = find_step_plan(replace(problem, memory=memory))
     except SlipstreamError as error:
         longest = int(np.argmax(problem.lengths))
         named = rf"inputs\[{longest}\] has {max(problem.lengths)} tokens.*give memory.limit=(\d+)"
         memory = memory_of(problem, int(re.findall(named, str(error))[0]))
-        plan = find_plan_within(problem, memory)
+        plan = find_step_plan(replace(problem, memory=memory))
     plan.check(problem.lengths)
     validate(plan.schedule)
     assert max(memory.account(plan)) <= memory.limit
@@ -132,21 +132,21 @@ def test_how_long_a_sequence_may_be_is_said() -> None:
     problem = example(100, 900, 80)
     memory = memory_of(problem, STATE + 60_000)
     with pytest.raises(OutOfMemoryError, match=r"inputs\[1\] has 900 tokens.*one of (\d+) tokens would fit") as error:
-        find_plan_within(problem, memory)
+        find_step_plan(replace(problem, memory=memory))
     most = int(re.findall(r"one of (\d+) tokens", str(error.value))[0])
     assert 100 < most < 900
     shorter = example(most)
-    plan = find_plan_within(shorter, memory_of(shorter, memory.limit))
+    plan = find_step_plan(replace(shorter, memory=memory_of(shorter, memory.limit)))
     assert max(memory_of(shorter, memory.limit).account(plan)) <= memory.limit
     longer = example(most + 1)
     with pytest.raises(SlipstreamError, match=f"one of {most} tokens"):
-        find_plan_within(longer, memory_of(longer, memory.limit))
+        find_step_plan(replace(longer, memory=memory_of(longer, memory.limit)))
 
 
 @pytest.mark.parametrize("given", [{"schedule": "1f1b"}, {"num_microbatches": 2}], ids=str)
 def test_what_is_given_stays_so_even_if_it_holds_too_much(given: dict[str, Any]) -> None:
     problem = replace(example(600, 900, 80), given=Plan(placement=(0, 1), **given))
-    plan = find_plan_within(problem, memory := memory_of(problem, STATE + 60_000))
+    plan = find_step_plan(replace(problem, memory=(memory := memory_of(problem, STATE + 60_000))))
     plan.check(problem.lengths)
     assert max(memory.account(plan)) > memory.limit
 

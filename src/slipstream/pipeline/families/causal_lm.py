@@ -82,7 +82,7 @@ from slipstream.pipeline.planning import (
 )
 from slipstream.pipeline.token_values import LABELS
 from slipstream.pipeline.weight_source import WeightSource
-from slipstream.planner.joint import JointPlan, JointProblem, Vocabulary
+from slipstream.planner.joint import JointPlan, JointProblem
 from slipstream.planner.ragged import StageRates
 from slipstream.profile import count_model
 from slipstream.schedule import USUAL_SLICES, Schedule, SlicedMicrobatch
@@ -188,10 +188,11 @@ class CausalLMFamily(ModelFamily):
         """Whether the head's weight embeds too."""
         return bool(self._anatomy.tied)
 
-    def planned_vocabulary(self, num_ranks: int) -> Vocabulary:
-        """Returns how a plan may have the head. Raises SlipstreamError for a head that can't be as the options say."""
+    def planned_vocabulary(self, num_ranks: int) -> str:
+        """Returns where a plan has the head's rows, OPEN where it may choose. Raises SlipstreamError for a head that
+        can't be as the options say."""
         asked = self.config, self._anatomy, num_ranks, self._ranks.tensor.size, self._options
-        vocabulary: Vocabulary = self._ranks.run_on_leader(lambda: planned_vocabulary(*asked))
+        vocabulary: str = self._ranks.run_on_leader(lambda: planned_vocabulary(*asked))
         return vocabulary
 
     def start_request(self, num_ranks: int, expected: ExpectedBatch) -> StartRequest:

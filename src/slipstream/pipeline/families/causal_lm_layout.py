@@ -42,7 +42,7 @@ from slipstream.pipeline.families.stage_layout import StageLayout, check_lengths
 from slipstream.pipeline.pipeline_options import PipelineOptions
 from slipstream.pipeline.planning import StepSettings
 from slipstream.pipeline.weight_source import WeightSource
-from slipstream.planner.joint import Vocabulary
+from slipstream.planner import OPEN
 from slipstream.planner.partition import partition_layers
 from slipstream.schedule import AUTOMATIC, Schedule
 
@@ -261,8 +261,8 @@ def check_options(
 
 def planned_vocabulary(
     config: PretrainedConfig, anatomy: ModelAnatomy, num_ranks: int, tensor_ranks: int, options: PipelineOptions
-) -> Vocabulary:
-    """Returns how a plan may have the head: "whole", "spread", or "auto" for either, by the options.
+) -> str:
+    """Returns where a plan has the head's rows by the options, OPEN where it may choose.
 
     Raises SlipstreamError where they ask for "spread" and it can't be.
     """
@@ -276,7 +276,7 @@ def planned_vocabulary(
         if options.vocabulary == "spread":
             raise
         return "whole"
-    return "spread" if options.vocabulary == "spread" else "auto"
+    return "spread" if options.vocabulary == "spread" else OPEN
 
 
 def find_router_loss(

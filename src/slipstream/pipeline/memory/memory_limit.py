@@ -20,7 +20,7 @@ from slipstream.pipeline.families import ModelFamily, StageLayout
 from slipstream.pipeline.memory.linear_memory import LinearMemoryModel, both_backwards, rows_to_rehearse
 from slipstream.pipeline.memory.rehearsal import RehearsedStep, rehearse
 from slipstream.pipeline.planning import HeldBytes
-from slipstream.planner.ragged import StepMemory, StepPlan, StepProblem, find_plan_within, find_step_plan
+from slipstream.planner.ragged import StepMemory, StepPlan, StepProblem, find_step_plan
 from slipstream.schedule import Op, Schedule, SlicedMicrobatch, add_reductions
 from slipstream.simulator import MemoryTable, RankMemory, StageSlice, memory_of
 from slipstream.units import bytes_text
@@ -165,8 +165,8 @@ class MemoryLimit:
         if rows is None or limit is None:
             return find_step_plan(problem)
         held = rows.activation_bytes(len(problem.placement))
-        problem = replace(problem, rates=replace(problem.rates, held=held))
-        return find_plan_within(problem, StepMemory(limit, rows.state_bytes(problem.placement), self._held_with))
+        memory = StepMemory(limit, rows.state_bytes(problem.placement), self._held_with)
+        return find_step_plan(replace(problem, rates=replace(problem.rates, held=held), memory=memory))
 
     def fits(self, plan: StepPlan) -> bool:
         """Returns whether a step's plan keeps to the limit, as far as known rows tell."""

@@ -37,8 +37,7 @@ from slipstream.planner.joint import (
     JointPlan,
     JointProblem,
     OutOfMemoryError,
-    Vocabulary,
-    find_vocabulary_plan,
+    find_joint_plan,
 )
 from slipstream.planner.ragged import StageRates, fit_rates
 from slipstream.planner.search import Evaluation, GlobalBatch, evaluate
@@ -65,7 +64,7 @@ class StartRequest(ExpectedBatch):
         num_ranks: ranks of the pipeline.
         replicas: pipelines that share the batch.
         memory_limit: bytes of each rank. None: no limit.
-        vocabulary: whether the head is to be whole or spread over the ranks. "auto": whichever is faster.
+        vocabulary: where the head's rows are, as in a `Plan`; OPEN: wherever is faster.
         parallel: how ranks share the work of a stage.
         tied: whether the head's weight embeds too.
         trained: what of the model is trained.
@@ -76,7 +75,7 @@ class StartRequest(ExpectedBatch):
     num_ranks: int
     replicas: int = 1
     memory_limit: float | None = None
-    vocabulary: Vocabulary = "whole"
+    vocabulary: str = "whole"
     parallel: Parallelism = Parallelism()
     tied: bool = False
     trained: TrainedWeights = ALL_WEIGHTS
@@ -122,6 +121,8 @@ class StartRequest(ExpectedBatch):
             memory_limit=self.memory_limit,
             account=partial(self._peaks, costs),
             tied=self.tied,
+            given=Plan(vocabulary=self.vocabulary),
+            may_spread=True,
         )
         return replace(problem, effort=self.effort * problem.effort)
 
@@ -208,12 +209,12 @@ def _plan(
     problem = request.problem(costs, profile.longest_slice)
 
     def found() -> tuple[JointPlan, StageRates]:
-        plan = find_vocabulary_plan(problem, request.vocabulary, told.searched)
+        plan = find_joint_plan(problem, told.searched)
         room = request.device_memory
         if room is not None and not request.evaluate(costs, plan.plan).fits(room):
             limited = replace(problem, memory_limit=min(room, problem.memory_limit or inf))
             with suppress(OutOfMemoryError):
-                plan = find_vocabulary_plan(limited, request.vocabulary, told.searched)
+                plan = find_joint_plan(limited, told.searched)
         plan = replace(plan, plan=request.closed(plan.plan, costs), costs=costs)
         of_stages = WithoutHead(costs) if plan.head == "spread" else costs
         return plan, request.fit_rates(of_stages, profile.longest_slice, plan.partition, plan.recompute)

@@ -79,8 +79,9 @@ _SAVINGS = (("none",), ("stage", "full"), ("stage+full",))  # of memory, by thei
 _FINALISTS = 3  # placements whose best candidate gets its best order
 
 
-def find_joint_plan(problem: JointProblem, on_progress: Callable[[float], None] = lambda share: None) -> JointPlan:
-    """Returns the plan with the shortest simulated step that the search finds. The same problem gives the same plan.
+def search_placements(problem: JointProblem, on_progress: Callable[[float], None]) -> JointPlan:
+    """Returns the plan with the shortest simulated step of all placements that are allowed, with the head's rows where
+    the costs have them.
 
     For each placement the slices and cuts with the least lower bounds are improved by local search: units move between
     neighbouring stages and tokens between neighbouring slices, slices are halved and joined. Candidates that can't beat

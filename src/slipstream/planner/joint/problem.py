@@ -37,9 +37,10 @@ class JointProblem:
         tied: whether the head's weight embeds too, so that the embedding is spread where the head is.
         update: that ends the step.
         replicas: pipelines that share the batch.
-        given: the choices that are kept; of the order, the stages a rank, the placement, the cut, the slices and the
-            recomputation, those that it leaves open are searched for. The backwards of a named order are split where
-            they may be; without a recomputation there is none, or what the memory limit asks for.
+        given: the choices that are kept; of the order, the stages a rank, the placement, the cut, the slices, the
+            recomputation and the vocabulary, those that it leaves open are searched for. The backwards of a named order
+            are split where they may be; without a recomputation there is none, or what the memory limit asks for.
+        may_spread: whether the ranks can spread the head's rows, where it is open whether they do.
         whole_rounds: whether all ranks have as many stages, as schedules that have names place them.
     """
 
@@ -57,6 +58,7 @@ class JointProblem:
     update: Update = LONE_UPDATE
     replicas: int = 1
     given: Plan = NOTHING_DECIDED
+    may_spread: bool = False
     whole_rounds: bool = False
 
     def check(self) -> None:

@@ -1,4 +1,4 @@
-"""The joint search with the rows of the head spread over the ranks, or whole: whichever is faster."""
+"""The joint search: of all placements, with the rows of the head spread over the ranks, or whole."""
 
 from __future__ import annotations
 
@@ -6,22 +6,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf
-from typing import TYPE_CHECKING, Literal
 
 from slipstream.cost import WithoutHead, unit_bounds
 from slipstream.errors import SlipstreamError
 from slipstream.planner.joint.joint_plan import JointPlan
-from slipstream.planner.joint.joint_search import find_joint_plan
+from slipstream.planner.joint.joint_search import search_placements
 from slipstream.planner.joint.problem import JointProblem, MemoryAccount
 from slipstream.planner.joint.sliced_units import SlicedUnits
 from slipstream.planner.plan import Plan
 from slipstream.schedule import Op, Schedule, ScheduleError, spread_vocabulary
 from slipstream.simulator import TableCost, result_seconds, simulate
 
-if TYPE_CHECKING:
-    pass
-
-Vocabulary = Literal["auto", "whole", "spread"]
 Progress = Callable[[float], None]
 
 _VOCABULARY_CHOICE_NEAR = 1.03  # times the ideal step: a whole head's plan that is as near is taken
@@ -31,18 +26,26 @@ _MOST_AHEAD = 1  # microbatches more in flight: V and L lie between the last for
 _EFFORT = 0.5  # of a search with a whole head: without one ranks are soon even
 
 
-def find_vocabulary_plan(problem: JointProblem, vocabulary: Vocabulary, on_progress: Progress) -> JointPlan:
-    """Returns the plan of `find_joint_plan`, with the head whole or spread as is asked for; "auto": whichever is
-    faster, where a whole head is heavy and leaves the step far from the ideal one.
+def find_joint_plan(problem: JointProblem, on_progress: Progress = lambda share: None) -> JointPlan:
+    """Returns the plan with the shortest simulated step that the search finds. The same problem gives the same plan.
 
-    Raises SlipstreamError as `find_joint_plan` does.
+    The head is whole or spread as is given. Where that is open, and ranks may spread it, it is whichever is faster:
+    both are tried where a whole head is heavy and leaves the step far from the ideal one.
+
+    Args:
+        problem: the step, and what its plan must keep to.
+        on_progress: called with the share of a search's effort that is used up.
+
+    Raises:
+        OutOfMemoryError: where nothing fits the memory limit.
+        SlipstreamError: where no slices are allowed, or nothing was found that takes less than `most_seconds`.
     """
-    if vocabulary == "spread":
-        return find_spread_plan(problem, on_progress)
-    if vocabulary == "whole":
-        return find_joint_plan(problem, on_progress)
+    if problem.given.vocabulary == "spread":
+        return _find_spread_plan(problem, on_progress)
+    if not (problem.may_spread and problem.given.is_open("vocabulary")):
+        return search_placements(problem, on_progress)
     try:
-        whole = find_joint_plan(problem, on_progress)
+        whole = search_placements(problem, on_progress)
     except SlipstreamError as nothing_fits:
         lacks_room = problem.memory_limit is not None and problem.most_seconds == inf
         if not lacks_room and not _is_heavy(problem, problem.units(problem.cuts.fewest(problem.seq_len))):
@@ -51,7 +54,7 @@ def find_vocabulary_plan(problem: JointProblem, vocabulary: Vocabulary, on_progr
     if not _is_worth_a_search(problem, whole):
         return whole
     try:
-        spread = find_spread_plan(replace(problem, effort=_EFFORT * problem.effort), on_progress)
+        spread = _find_spread_plan(replace(problem, effort=_EFFORT * problem.effort), on_progress)
     except SlipstreamError:  # nothing fits the memory limit
         return whole
     chosen, other = (spread, whole) if spread.seconds < _WORTH * whole.seconds else (whole, spread)
@@ -60,19 +63,19 @@ def find_vocabulary_plan(problem: JointProblem, vocabulary: Vocabulary, on_progr
 
 def _spread_if_it_fits(problem: JointProblem, on_progress: Progress, nothing_fits: SlipstreamError) -> JointPlan:
     try:
-        return find_spread_plan(problem, on_progress)
+        return _find_spread_plan(problem, on_progress)
     except SlipstreamError:
         raise nothing_fits from None
 
 
-def find_spread_plan(problem: JointProblem, on_progress: Progress = lambda share: None) -> JointPlan:
+def _find_spread_plan(problem: JointProblem, on_progress: Progress) -> JointPlan:
     """Returns the plan with the shortest simulated step where every rank has an equal part of the head's rows.
 
     The search is for a model whose head takes no time. Into its plans V, L and VW are put where ranks wait
     (`slipstream.schedule.spread_vocabulary`), and the whole is simulated. A memory limit is kept by the whole.
     """
     without = replace(problem, costs=WithoutHead(problem.costs), account=_account_of_parts(problem))
-    best = find_joint_plan(without, on_progress)
+    best = search_placements(without, on_progress)
     plans = sorted((_spread(problem, plan) for plan in (best, *best.rejected)), key=lambda plan: plan.seconds)
     return replace(plans[0], rejected=tuple(plans[1:]))
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from math import ceil
 
 import numpy as np
 
 from slipstream.planner.order.ordering_problem import StepActions
-from slipstream.planner.ragged.step_problem import StepPlan, StepProblem
-from slipstream.planner.ragged.step_search import find_step_plan
+from slipstream.planner.ragged.step_problem import StepMemory, StepPlan, StepProblem
+from slipstream.planner.ragged.step_search import search_rows
 from slipstream.planner.room import OutOfMemoryError, Room, first_within
 
 _EFFORTS = (0.6, 0.3, 0.2, 0.2)  # of the tries with less and less room for activations, as shares
@@ -19,39 +19,27 @@ _SPARED = 0.02  # of the limit, on every rank: an order with less room holds oth
 _COUNTS = (1, 4, 16)  # slices of a sequence that is alone
 
 
-@dataclass(frozen=True)
-class StepMemory:
-    """The memory of a step, in bytes.
-
-    Args:
-        limit: of each rank.
-        state: of each rank's parameters, gradients and optimizer state.
-        account: returns the most bytes that each rank holds with a plan.
-    """
-
-    limit: float
-    state: Sequence[float]
-    account: Callable[[StepPlan], Sequence[float]]
-
-
-def find_plan_within(problem: StepProblem, memory: StepMemory) -> StepPlan:
-    """Returns the plan of `find_step_plan` that the account says keeps to the limit.
+def find_step_plan(problem: StepProblem) -> StepPlan:
+    """Returns the plan with the shortest simulated step that is found within the memory. The same problem gives the
+    same plan.
 
     A plan that holds too much is planned again with as much less room, and a little less on every rank. Where that
     leads nowhere, the sequences come one after the other, with the least memory. Where the order or the number of
-    microbatches is given, the plan that holds too much is returned, for the caller to refuse. The same problem gives
-    the same plan.
+    microbatches is given, the plan that holds too much is returned, for the caller to refuse.
 
     Raises:
         OutOfMemoryError: where a sequence is too long even so: which, and the remedy.
     """
+    memory = problem.memory
+    if memory is None:
+        return search_rows(problem)
     room = Room(memory.limit, np.array(memory.state), _SPARED * memory.limit)
 
     def find(share: float) -> StepPlan | None:
         if room.bytes.min() <= 0:
             return None
         try:
-            return find_step_plan(replace(problem, room=tuple(room.bytes.tolist()), effort=share * problem.effort))
+            return search_rows(replace(problem, room=tuple(room.bytes.tolist()), effort=share * problem.effort))
         except OutOfMemoryError:
             return None
 
@@ -62,7 +50,7 @@ def find_plan_within(problem: StepProblem, memory: StepMemory) -> StepPlan:
 def _one_by_one(problem: StepProblem, memory: StepMemory) -> StepPlan:
     """Returns the plan that holds least: every sequence alone, with whole backwards, one after the other."""
     if not (problem.given.is_open("schedule") and problem.given.is_open("num_microbatches")):
-        return find_step_plan(problem)
+        return search_rows(problem)
     plan, most = _least(problem, problem.lengths, memory)
     if most <= memory.limit:
         return plan

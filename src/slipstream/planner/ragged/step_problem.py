@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf, sqrt
@@ -22,6 +22,21 @@ _SHORTEST = 1 / 256  # of a step's work: the shortest slices, where slices cost 
 
 
 @dataclass(frozen=True)
+class StepMemory:
+    """The memory of a step, in bytes.
+
+    Args:
+        limit: of each rank.
+        state: of each rank's parameters, gradients and optimizer state.
+        account: returns the most bytes that each rank holds with a plan.
+    """
+
+    limit: float
+    state: Sequence[float]
+    account: Callable[[StepPlan], Sequence[float]]
+
+
+@dataclass(frozen=True)
 class StepProblem:
     """A step of sequences of different lengths on a pipeline whose stages are fixed.
 
@@ -31,6 +46,7 @@ class StepProblem:
         given: the placement, and of the name of the order, the number of microbatches and that of slices those that are
             kept; those that it leaves open are searched for. The slices are those of the microbatch that takes longest;
             others have as many as take equal time.
+        memory: what the plan must keep to. None: any number of bytes.
         room: bytes that each rank has for activations. None: any number.
         packs: whether a microbatch may have several sequences.
         split: whether backwards may be split into input and weight gradients.
@@ -45,6 +61,7 @@ class StepProblem:
     lengths: tuple[int, ...]
     rates: StageRates
     given: Plan
+    memory: StepMemory | None = None
     room: tuple[float, ...] | None = None
     packs: bool = True
     split: bool = True

@@ -92,8 +92,8 @@ _LAGS, _HURRIES, _PATIENCES = (0.5, 1.0, 2.0, 0.0), (-1.0, 0.0, 0.25, 0.5, 1.0),
 _NAMED = 5  # as many times as long a schedule that has a name takes to make
 
 
-def find_step_plan(problem: StepProblem) -> StepPlan:
-    """Returns the plan with the shortest simulated step that the search finds. The same problem gives the same plan.
+def search_rows(problem: StepProblem) -> StepPlan:
+    """Returns the plan with the shortest simulated step of all rows that are tried within the problem's room.
 
     Sequences are packed into microbatches of one, two and four slices' work, long ones left alone, and all cut into
     slices of equal planned time. Those that can't beat the best known by their lower bound aren't scheduled. The best

@@ -16,8 +16,8 @@ from operator import attrgetter
 
 from slipstream.cost import BY_LAYER, Degrees
 from slipstream.errors import SlipstreamError
-from slipstream.planner.joint import JointPlan, JointProblem, Tabulated, Vocabulary, find_vocabulary_plan
-from slipstream.planner.plan import AUTO, Plan
+from slipstream.planner.joint import JointPlan, JointProblem, Tabulated, find_joint_plan
+from slipstream.planner.plan import AUTO, OPEN, Plan
 from slipstream.planner.search.frontier import ProgressReport
 from slipstream.planner.search.plan_options import PlanOptions
 from slipstream.planner.search.plan_space import PlanSpace
@@ -105,6 +105,8 @@ def _problem(space: PlanSpace, start: Plan, best: float) -> JointProblem:
         effort=_EFFORT,
         most_seconds=best - float(space.tails(start).sum(axis=0).min()),
         tied=costs.is_tied,
+        given=Plan(vocabulary=_vocabulary(space, start)),
+        may_spread=True,
     )
 
 
@@ -115,18 +117,19 @@ def _find(space: PlanSpace, start: Plan, problem: JointProblem, report: Progress
         report("cuts and orders, percent", round(100 * share), 100)
 
     try:
-        return find_vocabulary_plan(problem, _vocabulary(space, start), show)
+        return find_joint_plan(problem, show)
     except SlipstreamError:
         return None
 
 
-def _vocabulary(space: PlanSpace, start: Plan) -> Vocabulary:
-    """Returns how a plan may have the head: spread where training does it, for ranks that share nothing else."""
+def _vocabulary(space: PlanSpace, start: Plan) -> str:
+    """Returns where a plan has the head's rows, OPEN where it may choose: training spreads them over ranks that share
+    nothing else."""
     allows, rows = space.options.allows, space.costs(start.degrees, start.microbatch_size).vocab_size
     can_be = "vocabulary" not in space.source.refusals and start.degrees == Degrees() and start.shard != "parameters"
     if not can_be or not allows("vocabulary", "spread") or rows < start.pipeline_parallel:
         return "whole"
-    return "auto" if allows("vocabulary", "whole") else "spread"
+    return OPEN if allows("vocabulary", "whole") else "spread"
 
 
 def _most_bytes(space: PlanSpace, start: Plan, found: Plan) -> list[float]:
