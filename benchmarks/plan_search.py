@@ -32,8 +32,9 @@ from slipstream import Memory, Pipeline, Runtime
 from slipstream.cost import CountedSource, load_cluster
 from slipstream.errors import SlipstreamError
 from slipstream.pipeline.runtime import PipelineRuntime
-from slipstream.planner.joint import JointProblem, find_joint_plan
-from slipstream.planner.search import PlanOptions, search_plans
+from slipstream.planner.find_plan import find_plan
+from slipstream.planner.joint import JointProblem
+from slipstream.planner.search import ClusterProblem, PlanOptions
 from slipstream.planner.search.plan_space import PlanSpace
 from slipstream.planner.slicing.equal_stage_slicing import search_compiled
 from slipstream.profile import count_model
@@ -95,7 +96,7 @@ def measure(name: str, cluster: str, num_nodes: int, seq_len: int, global_batch:
         began = time.perf_counter()
         num_bounded = sum(1 for _ in space.bounded())
         bounding.append(time.perf_counter() - began)
-    plan = search_plans(source, seq_len, global_batch)
+    plan = find_plan(ClusterProblem(source, seq_len, global_batch))
     best = plan.best
     return {
         "model": name,
@@ -120,14 +121,14 @@ def measure(name: str, cluster: str, num_nodes: int, seq_len: int, global_batch:
 def measure_joint(name: str, problem: JointProblem) -> dict[str, Any]:
     """Returns the seconds of one joint search, and how far what it finds is from what can't be beaten."""
     began = time.process_time()
-    plan = find_joint_plan(problem)
+    plan = find_plan(problem)
     row: dict[str, Any] = {"problem": name, "seconds of the search": time.process_time() - began}
     row |= {"step seconds": plan.seconds, "over the bound": plan.seconds / plan.bound - 1}
     return row | {"over the ideal": plan.seconds / plan.ideal - 1, "table": plan.table().splitlines()}
 
 
 def joint() -> None:
-    find_joint_plan(JointProblem(RandomCosts.of(0), 256, num_ranks=2, effort=1e5))  # loads what is compiled
+    find_plan(JointProblem(RandomCosts.of(0), 256, num_ranks=2, effort=1e5))  # loads what is compiled
     rows = []
     for name, problem in few([*joint_problems()]):
         rows.append(measure_joint(name, problem))
@@ -189,7 +190,7 @@ def measure_length(name: str, seq_len: int, num_devices: int) -> dict[str, Any]:
     import_compiled()
     began = time.process_time()
     try:
-        plan = search_plans(source, seq_len, sequences)
+        plan = find_plan(ClusterProblem(source, seq_len, sequences))
     except SlipstreamError as error:
         row["refused"] = str(error)
     else:

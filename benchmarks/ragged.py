@@ -37,7 +37,8 @@ from benchmarks.ragged_batches import (
 )
 from slipstream import Pipeline, Runtime
 from slipstream.planner import Plan
-from slipstream.planner.ragged import StageRates, StepProblem, find_step_plan
+from slipstream.planner.find_plan import find_plan
+from slipstream.planner.ragged import StageRates, StepProblem
 from slipstream.planner.ragged.sliced_step import SlicedStep
 from slipstream.planner.ragged.step_search import lower_bound
 from slipstream.schedule import Op, make_schedule
@@ -190,9 +191,9 @@ def planning(num_mixes: int) -> list[dict[str, object]]:
             lengths = np.clip(random.lognormal(6.5, 1.2, 64), 16, 8192).astype(int).tolist()
             problem = StepProblem(tuple(lengths), stage_rates(num_ranks), Plan(placement=tuple(range(num_ranks))))
             if not found:
-                find_step_plan(problem)  # compiles
+                find_plan(problem)  # compiles
             began = time.process_time()
-            plan = find_step_plan(problem)
+            plan = find_plan(problem)
             spent = time.process_time() - began
             step = SlicedStep.of(problem, plan.groups, plan.slices)
             assert plan.seconds is not None

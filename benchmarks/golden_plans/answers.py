@@ -21,15 +21,15 @@ from slipstream.model import ALL_WEIGHTS, Adapter, TrainedWeights, find_frozen
 from slipstream.model.loading import meta_model
 from slipstream.pipeline.planning import plan_before_training
 from slipstream.planner.cuts import Cuts
+from slipstream.planner.find_plan import find_plan
 from slipstream.planner.joint import (
     JointPlan,
     JointProblem,
-    find_joint_plan,
 )
 from slipstream.planner.plan import AUTO, CHOICES, OPEN, Plan
 from slipstream.planner.plan_report import Prediction
-from slipstream.planner.ragged import StageRates, StepMemory, StepPlan, StepProblem, find_step_plan, fit_rates
-from slipstream.planner.search import PlanOptions, search_plans
+from slipstream.planner.ragged import StageRates, StepMemory, StepPlan, StepProblem, fit_rates
+from slipstream.planner.search import ClusterProblem, PlanOptions
 from slipstream.schedule import Op, Schedule
 from slipstream.simulator import MicrobatchCost, activation_peaks, simulate
 
@@ -90,7 +90,7 @@ def _counted(request: Request) -> Answer:
 def _measured(request: Request) -> Answer:
     source = ProfileSource(_profile(request["profile"]), request["num_ranks"])
     options = PlanOptions(**request["options"])
-    return _of_plan(search_plans(source, request["seq_len"], request["global_batch"], options=options))
+    return _of_plan(find_plan(ClusterProblem(source, request["seq_len"], request["global_batch"], options=options)))
 
 
 def _of_plan(plan: slipstream.PlanReport) -> Answer:
@@ -155,7 +155,7 @@ def _start(request: Request) -> Answer:
     )
     costs = plan_before_training.of_what_is_trained(MeasuredCosts(profile), config, asked, lambda text: None)
     problem = asked.problem(costs, profile.longest_slice)
-    plan = find_joint_plan(problem)
+    plan = find_plan(problem)
     rates = asked.fit_rates(costs, profile.longest_slice, plan.partition, "none")
     of_rates = {op.value: seconds.tolist() for op, seconds in rates.rates.items()}
     peaks = asked.evaluate(costs, plan.plan).peaks()
@@ -224,7 +224,7 @@ def _ragged(request: Request) -> Answer:
             return [1e6 + float(peak) for peak in _activation_peaks(rates, step)]
 
         problem = replace(problem, memory=StepMemory(1e6 + room, state, account))
-    plan = find_step_plan(problem)
+    plan = find_plan(problem)
     return {
         "groups": [[*group] for group in plan.groups],
         "slices": [[*slices] for slices in plan.slices],
@@ -273,5 +273,5 @@ def _rows(request: Request) -> Answer:
             return [*map(float, besides + activation_peaks(plan.schedule, rates.on_slices(plan.slices)))]
 
         problem = replace(problem, memory_limit=(1 + _ROUNDING_OF_BYTES) * (1e6 + room.max()), account=account)
-    plan = find_joint_plan(problem)
+    plan = find_plan(problem)
     return {"slices": [*plan.slices], "order": _digest(plan.schedule), "seconds": plan.seconds}

@@ -14,8 +14,9 @@ from transformers import LlamaConfig
 from benchmarks.harness import few, setting, write
 from benchmarks.plan_search import SHAPES
 from slipstream.cost import CountedSource, load_cluster
+from slipstream.planner.find_plan import find_plan
 from slipstream.planner.plan_report import Prediction
-from slipstream.planner.search import PlanOptions, search_plans
+from slipstream.planner.search import ClusterProblem, PlanOptions
 from slipstream.profile import count_model
 
 LENGTH = 8192
@@ -56,7 +57,7 @@ def measure(
     same = on_devices.changed(**{f"{axis}_parallel": (degree,) for axis, degree in degrees_of.items()})
     source = CountedSource(model, cluster, name, sequence_parallel=True, fused=True, refusals={})
     found = {
-        which: described(search_plans(source, LENGTH, sequences, options=options).best)
+        which: described(find_plan(ClusterProblem(source, LENGTH, sequences, options=options)).best)
         for which, options in zip(WHICH, (same, on_devices, PlanOptions()), strict=True)
     }
     row = {"model": name, "devices": num_devices, "sequences": sequences, "whose": whose}

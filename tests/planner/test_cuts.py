@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from slipstream.errors import SlipstreamError
 from slipstream.planner.cuts import ANY_NUMBER, Cuts
-from slipstream.planner.joint import JointProblem, find_joint_plan
+from slipstream.planner.find_plan import find_plan
+from slipstream.planner.joint import JointProblem
 from slipstream.planner.plan import Plan
 from slipstream.planner.ragged import StepProblem
 from slipstream.planner.slicing.equal_stage_slicing import best_slicing, time_table
@@ -89,7 +90,7 @@ def test_the_dynamic_program_keeps_to_the_longest_and_the_shortest(row: tuple[Cu
 def test_long_rows_are_cut_at_places_too(length: int, longest: int | None) -> None:
     """The dynamic program has fewer places there, at most as far apart as a slice may be long."""
     cuts = Cuts(longest_slice=longest)
-    plan = find_joint_plan(JointProblem(rates(2), length, 2, cuts=cuts, effort=1e4))
+    plan = find_plan(JointProblem(rates(2), length, 2, cuts=cuts, effort=1e4))
     for each in (plan, plan.exact):
         assert each is not None
         assert cuts.allows(each.slices)
@@ -107,13 +108,13 @@ GIVEN = partial(JointProblem, rates(2), 512, 2)
         (lambda: Cuts(64, 63).longest(100), r"longest_slice=63.*granularity=64"),
         (lambda: Cuts(64, shortest_slice=200).longest(100), r"shortest_slice=200.*at most 100"),
         (lambda: Cuts(64).nearest(128, [0.2, 0.5]), "num_slices=3 for 128 tokens at granularity 64: use 1 to 2"),
-        (lambda: find_joint_plan(GIVEN(given=Plan(slices=(256, 128)))), r"slices=\[256, 128\] add up to 384"),
+        (lambda: find_plan(GIVEN(given=Plan(slices=(256, 128)))), r"slices=\[256, 128\] add up to 384"),
         (
-            lambda: find_joint_plan(GIVEN(cuts=Cuts(longest_slice=128), given=Plan(slices=(128, 384)))),
+            lambda: find_plan(GIVEN(cuts=Cuts(longest_slice=128), given=Plan(slices=(128, 384)))),
             r"slices=\[128, 384\]: slice 1 has 384 tokens, but slices of a row of 512 have 1 to 128 here",
         ),
         (
-            lambda: find_joint_plan(GIVEN(cuts=Cuts(shortest_slice=100), given=Plan(slices=(50, 462)))),
+            lambda: find_plan(GIVEN(cuts=Cuts(shortest_slice=100), given=Plan(slices=(50, 462)))),
             r"slice 0 has 50 tokens.*100 to 512",
         ),
         (

@@ -20,7 +20,8 @@ from slipstream.array_types import Floats, Ints
 from slipstream.cost import OPS, Costs, LinkTime, Numbers, Work, unit_bounds
 from slipstream.errors import SlipstreamError
 from slipstream.planner.cuts import Cuts
-from slipstream.planner.joint import JointPlan, JointProblem, OutOfMemoryError, find_joint_plan
+from slipstream.planner.find_plan import find_plan
+from slipstream.planner.joint import JointPlan, JointProblem, OutOfMemoryError
 from slipstream.planner.joint.finalists import FinalistSearch
 from slipstream.planner.joint.joint_search import placements
 from slipstream.planner.joint.placement_search import PlacementSearch, QuickOrder
@@ -94,13 +95,13 @@ def problem(num_ranks: int = 2, seq_len: int = 512, **settings: object) -> Joint
 
 @cache
 def found() -> JointPlan:
-    return find_joint_plan(problem())
+    return find_plan(problem())
 
 
 @cache
 def found_of_four() -> JointPlan:
     """The plan of four microbatches without a limit."""
-    return find_joint_plan(problem(num_microbatches=4))
+    return find_plan(problem(num_microbatches=4))
 
 
 def test_the_plan_is_a_valid_schedule_of_the_whole_model_and_sequence() -> None:
@@ -119,9 +120,9 @@ def test_the_plan_is_a_valid_schedule_of_the_whole_model_and_sequence() -> None:
 def test_what_is_faster_than_it_must_be_is_found_still() -> None:
     """Slices and cuts are passed over only where no plan on them is fast enough."""
     task, plan = problem(num_microbatches=4), found_of_four()
-    assert find_joint_plan(replace(task, most_seconds=1.001 * plan.seconds)).seconds <= plan.seconds
+    assert find_plan(replace(task, most_seconds=1.001 * plan.seconds)).seconds <= plan.seconds
     with pytest.raises(SlipstreamError, match="nothing was found that fits and takes less"):
-        find_joint_plan(replace(task, most_seconds=plan.ideal))
+        find_plan(replace(task, most_seconds=plan.ideal))
 
 
 def test_messages_take_time_of_the_stages_at_their_ends() -> None:
@@ -137,7 +138,7 @@ def test_messages_take_time_of_the_stages_at_their_ends() -> None:
 
 @pytest.mark.more
 def test_a_heavy_head_gets_fewer_layers_beside_it_than_equal_layers_would() -> None:
-    light, heavy = (find_joint_plan(problem(costs=ToyCosts(head=head))) for head in (0.1, 3.0))
+    light, heavy = (find_plan(problem(costs=ToyCosts(head=head))) for head in (0.1, 3.0))
     assert light.seconds / light.ideal < 1.1
     by_rank = [0.0, 0.0]
     for rank, layers in zip(heavy.schedule.placement, heavy.partition, strict=True):
@@ -147,7 +148,7 @@ def test_a_heavy_head_gets_fewer_layers_beside_it_than_equal_layers_would() -> N
 
 @pytest.mark.more
 def test_the_same_problem_gives_the_same_plan_and_its_table_says_what_was_compared() -> None:
-    plan = find_joint_plan(problem())
+    plan = find_plan(problem())
     assert plan == found()
     lines = plan.table().splitlines()
     assert lines[0].split() == ["stages", "on", "ranks", "layers", "slices", "step", "over", "ideal"]
@@ -160,7 +161,7 @@ def test_the_same_problem_gives_the_same_plan_and_its_table_says_what_was_compar
 
 @pytest.mark.more
 def test_more_ranks_and_microbatches() -> None:
-    plan = find_joint_plan(problem(num_ranks=3, num_microbatches=3))
+    plan = find_plan(problem(num_ranks=3, num_microbatches=3))
     validate(plan.schedule)
     assert plan.schedule.num_microbatches == 3
     assert set(plan.schedule.placement) == {0, 1, 2}
@@ -170,10 +171,10 @@ def test_more_ranks_and_microbatches() -> None:
 def test_a_memory_limit_is_kept_and_forwards_run_again_where_nothing_else_fits() -> None:
     task, free = problem(num_microbatches=4), found_of_four()
     limit = 0.6 * max(peaks(task, free))
-    limited = find_joint_plan(replace(task, memory_limit=limit))
+    limited = find_plan(replace(task, memory_limit=limit))
     assert max(peaks(task, limited)) <= limit
     assert limited.seconds >= free.bound
-    again = find_joint_plan(problem(memory_limit=25_000))
+    again = find_plan(problem(memory_limit=25_000))
     assert again.recompute != "none"
     assert "computed again" in again.table()
 
@@ -201,7 +202,7 @@ def test_the_account_decides_what_fits(share: float) -> None:
     task, free = problem(num_microbatches=4), found_of_four()
     counted = account(task, 700.0)
     limit = share * max(counted(free.plan))
-    plan = find_joint_plan(replace(task, memory_limit=limit, account=counted))
+    plan = find_plan(replace(task, memory_limit=limit, account=counted))
     for each in (plan, *plan.rejected):
         assert max(counted(each.plan)) <= limit
     assert plan.seconds >= free.bound
@@ -214,9 +215,9 @@ def test_what_would_fit_is_said_where_nothing_does() -> None:
     with pytest.raises(
         OutOfMemoryError, match=r"limit=3000 bytes.*The least that was found is .* on rank \d.*more ranks"
     ) as why:
-        find_joint_plan(problem(memory_limit=3000, account=counted))
+        find_plan(problem(memory_limit=3000, account=counted))
     least = int(re.findall(r"Give memory.limit=(\d+)", str(why.value))[0])
-    plan = find_joint_plan(problem(memory_limit=least, account=counted))
+    plan = find_plan(problem(memory_limit=least, account=counted))
     assert max(counted(plan.plan)) <= least
 
 
@@ -235,13 +236,13 @@ def bounds_of(task: JointProblem, partition: tuple[float, ...]) -> tuple[int, ..
 
 def test_slices_are_as_long_as_is_allowed_even_where_that_makes_them_many() -> None:
     task = problem(seq_len=64 * 40 + 10, cuts=Cuts(longest_slice=70), effort=3e5)
-    plan = find_joint_plan(task)
+    plan = find_plan(task)
     assert len(plan.slices) == 41
     assert max(plan.slices) == 64
     many = task.units((64,) * 40 + (10,)).unit_work().sum() / 2
     assert plan.ideal == pytest.approx(many)
     with pytest.raises(SlipstreamError, match=r"longest_slice=63.*granularity=64"):
-        find_joint_plan(problem(cuts=Cuts(longest_slice=63)))
+        find_plan(problem(cuts=Cuts(longest_slice=63)))
 
 
 @dataclass(frozen=True)
@@ -253,7 +254,7 @@ class SteepCosts(ToyCosts):
 
 
 def test_no_plan_is_shorter_than_the_ideal() -> None:
-    plan = find_joint_plan(problem(costs=SteepCosts(overhead=0.0), effort=1e6))
+    plan = find_plan(problem(costs=SteepCosts(overhead=0.0), effort=1e6))
     assert len(plan.slices) > 1
     for each in (plan, *plan.rejected):
         assert each.ideal == plan.ideal <= each.seconds
@@ -261,7 +262,7 @@ def test_no_plan_is_shorter_than_the_ideal() -> None:
 
 @pytest.mark.more
 def test_the_slices_of_the_dynamic_program_are_no_more_than_are_allowed() -> None:
-    plan = find_joint_plan(
+    plan = find_plan(
         problem(num_ranks=4, seq_len=4096, cuts=Cuts(most_slices=5), costs=ToyCosts(overhead=0.01), effort=1e6)
     )
     assert plan.exact is not None
@@ -285,10 +286,10 @@ def test_the_finals_prefer_what_is_shorter_in_its_best_order() -> None:
 
 
 def test_progress_is_told_by_the_effort() -> None:
-    shares: list[float] = []
-    find_joint_plan(problem(effort=3e5), shares.append)
-    assert shares == sorted(shares)
-    assert 0 < shares[0] < shares[-1] <= 1
+    told: list[int] = []
+    find_plan(problem(effort=3e5), lambda task, percent, of: told.append(percent))
+    assert told == sorted(told)
+    assert 0 <= told[0] < told[-1] <= 100
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
@@ -308,7 +309,7 @@ def test_the_bound_of_a_lone_microbatch_is_its_way_through_all_stages() -> None:
 def test_of_orders_that_take_as_long_the_one_that_holds_less_is_taken() -> None:
     """By itself the order search finds one here that holds four times as much."""
     wanted = problem(num_microbatches=16)
-    plan = find_joint_plan(wanted)
+    plan = find_plan(wanted)
     table = wanted.units(plan.slices).table(unit_bounds(plan.partition, 4, 2))
     fastest = find_order(plan.schedule.placement, 16, len(plan.slices), table, effort=0.1 * wanted.effort)
     taken, shortest = (simulate(schedule, table) for schedule in (plan.schedule, fastest))
@@ -352,10 +353,10 @@ HEAVY = ToyCosts(num_layers=6, head=7.0, overhead=1.0)
 def test_a_heavy_head_is_spread(tied: bool) -> None:
     """With it a tied embedding: every rank then looks at every token, as the first one does for a whole embedding."""
     task = problem(costs=HEAVY, tied=tied)
-    plan = find_joint_plan(replace(task, may_spread=True))
+    plan = find_plan(replace(task, may_spread=True))
     assert plan.other_head is not None
     assert (plan.head, plan.other_head.head) == ("spread", "whole")
-    assert plan.other_head == find_joint_plan(task)
+    assert plan.other_head == find_plan(task)
     assert plan.seconds < 1.05 * plan.ideal < plan.other_head.seconds
     assert plan.ideal <= plan.bound <= plan.seconds
     validate(plan.schedule)
@@ -383,14 +384,14 @@ class CostlyLogits(ToyCosts):
 def test_work_counts_in_the_slices_of_the_plan() -> None:
     """In one slice all work takes so long that a whole head's plan is shorter than an equal share of it."""
     task = problem(costs=CostlyLogits(num_layers=6, head=7.0, overhead=1.0))
-    plan = find_joint_plan(replace(task, may_spread=True))
+    plan = find_plan(replace(task, may_spread=True))
     assert plan.other_head is not None
     assert plan.head == "spread"
 
 
 @pytest.mark.more
 def test_a_spread_head_loses_where_actions_cost_much() -> None:
-    plan = find_joint_plan(problem(costs=ToyCosts(num_layers=6, head=2.0, overhead=200.0), may_spread=True))
+    plan = find_plan(problem(costs=ToyCosts(num_layers=6, head=2.0, overhead=200.0), may_spread=True))
     assert plan.other_head is not None
     assert (plan.head, plan.other_head.head) == ("whole", "spread")
     assert "with its rows spread over the ranks a step takes +" in plan.table()
@@ -399,15 +400,15 @@ def test_a_spread_head_loses_where_actions_cost_much() -> None:
 @pytest.mark.parametrize("head", [*first_of([0.75], 0), *first_of([0.1], 0, "grid")])
 def test_a_light_head_is_no_question(head: float) -> None:
     task = problem(costs=ToyCosts(num_layers=8, head=head))
-    plan = find_joint_plan(replace(task, may_spread=True))
-    assert plan == find_joint_plan(task)
+    plan = find_plan(replace(task, may_spread=True))
+    assert plan == find_plan(task)
     assert "head" not in plan.table()
 
 
 def test_what_is_asked_for_is_what_is_planned() -> None:
     task = problem(costs=HEAVY)
     for vocabulary in ("whole", "spread"):
-        plan = find_joint_plan(replace(task, given=Plan(vocabulary=vocabulary)))
+        plan = find_plan(replace(task, given=Plan(vocabulary=vocabulary)))
         assert (plan.head, plan.other_head) == (vocabulary, None)
 
 
@@ -438,7 +439,7 @@ def test_one_more_microbatch_is_in_flight_where_memory_allows_it() -> None:
     spread = Plan(vocabulary="spread")
     cuts = Cuts(most_slices=1)
     task = problem(num_ranks=4, costs=HEAVY, num_microbatches=8, cuts=cuts, effort=1e5, given=spread)
-    free = find_joint_plan(task)
+    free = find_plan(task)
 
     def account(plan: Plan) -> list[float]:
         assert isinstance(plan.schedule, Schedule)
@@ -447,7 +448,7 @@ def test_one_more_microbatch_is_in_flight_where_memory_allows_it() -> None:
         return [float(np.cumsum(row).max()) for row in changes]
 
     most = max(account(free.plan))
-    limited = find_joint_plan(replace(task, memory_limit=most - 1, account=account))
+    limited = find_plan(replace(task, memory_limit=most - 1, account=account))
     assert max(account(limited.plan)) < most
     assert free.seconds < limited.seconds
 
@@ -471,7 +472,7 @@ GIVEN_CHOICES: dict[str, dict[str, Any]] = {
 def test_what_is_given_is_kept_and_the_rest_is_searched_for(name: str) -> None:
     given = Plan(**GIVEN_CHOICES[name])
     asked = problem(num_microbatches=2, given=given, effort=3e5)
-    plan = find_joint_plan(asked)
+    plan = find_plan(asked)
     validate(plan.schedule)
     placement = plan.schedule.placement
     assert given.slices in (OPEN, plan.slices)
@@ -484,29 +485,29 @@ def test_what_is_given_is_kept_and_the_rest_is_searched_for(name: str) -> None:
     bounds = unit_bounds(plan.partition, 4, 2)
     cost = asked.units(plan.slices, plan.recompute).table(bounds)
     assert plan.seconds == pytest.approx(simulate(plan.schedule, cost).makespan, rel=1e-9)
-    free = find_joint_plan(replace(asked, given=Plan(), effort=3e6))
+    free = find_plan(replace(asked, given=Plan(), effort=3e6))
     assert free.seconds <= plan.seconds * (1 + 1e-9)
 
 
 def test_a_limit_is_kept_with_a_given_order_too() -> None:
     given = Plan(schedule="gpipe")
     asked = problem(num_microbatches=2, given=given, effort=3e5)
-    plan = find_joint_plan(asked)
+    plan = find_plan(asked)
 
     def held(plan: Plan) -> list[float]:
         return [max(plan.partition) * sum(plan.slices) * (1 if plan.recompute == "none" else 0.1)] * 2
 
     limit = 0.5 * max(held(plan.plan))
-    within = find_joint_plan(replace(asked, memory_limit=limit, account=held))
+    within = find_plan(replace(asked, memory_limit=limit, account=held))
     assert within.recompute != "none"
     assert within.schedule.name == plan.schedule.name
     with pytest.raises(OutOfMemoryError, match="nothing that was searched fits"):
-        find_joint_plan(replace(asked, memory_limit=limit, account=held, given=replace(given, recompute="none")))
+        find_plan(replace(asked, memory_limit=limit, account=held, given=replace(given, recompute="none")))
 
 
 def test_stages_that_no_placement_has_are_refused() -> None:
     asked = problem(given=Plan(schedule="1f1b", partition=(1, 1, 2)))
     with pytest.raises(SlipstreamError, match="no placement on 2 ranks has as many stages"):
-        find_joint_plan(asked)
+        find_plan(asked)
     with pytest.raises(SlipstreamError, match=r"stages on the ranks \[0, 1, 1, 0\], but placement=\[0, 1, 0, 1\]"):
-        find_joint_plan(problem(given=Plan(schedule="zb-v", placement=(0, 1, 0, 1))))
+        find_plan(problem(given=Plan(schedule="zb-v", placement=(0, 1, 0, 1))))

@@ -17,10 +17,11 @@ from slipstream.errors import SlipstreamError
 from slipstream.model.adapters import Adapter
 from slipstream.model.trained_weights import TrainedWeights
 from slipstream.number_format import NF4
+from slipstream.planner.find_plan import find_plan
 from slipstream.planner.plan import AUTO, CHOICES, ONE_DEVICE, Plan
 from slipstream.planner.plan_report import PlanReport
 from slipstream.planner.report import reasons
-from slipstream.planner.search import plan_space, search_plans
+from slipstream.planner.search import ClusterProblem, plan_space
 from slipstream.planner.search.evaluate import Evaluation
 from slipstream.planner.search.joint_plans import promising
 from slipstream.planner.search.plan_options import PlanOptions
@@ -57,7 +58,7 @@ def test_the_winner_is_the_one_that_simulating_everything_finds(seed: int) -> No
     sizes = sorted(max(space.evaluate(c).peaks()) for _, _, c in space.bounded())
     options = options.changed(memory_limit=sizes[draw.randrange(len(sizes) // 8, len(sizes))] * 1.1)
     space = PlanSpace(space.source, SEQ_LEN, space.global_batch, options)
-    plan = search_plans(space.source, SEQ_LEN, space.global_batch, options=options)
+    plan = find_plan(ClusterProblem(space.source, SEQ_LEN, space.global_batch, options=options))
     found = [space.evaluate(configuration) for _, _, configuration in space.bounded()]
     fitting = [each for each in found if space.predict(each).peak_memory <= space.memory and space.fits(each)]
     assert plan.best.step_seconds == pytest.approx(min(each.seconds for each in fitting), rel=1e-12)
@@ -69,7 +70,7 @@ def test_the_winner_is_the_one_that_simulating_everything_finds(seed: int) -> No
 def test_a_plan_says_what_it_rests_on_and_what_else_there_is() -> None:
     """And longer simulations close the gap."""
     few, plan = (
-        search_plans(source(), SEQ_LEN, 8, options=PlanOptions(num_simulated=number, slicing=NAMED))
+        find_plan(ClusterProblem(source(), SEQ_LEN, 8, options=PlanOptions(num_simulated=number, slicing=NAMED)))
         for number in (1, 10**6)
     )
     best = plan.best
@@ -117,7 +118,7 @@ def test_an_exact_slicing_wins_where_no_equal_times_are_as_good() -> None:
     """One long sequence on four ranks, where short slices take as long as their kernels."""
     options = ONE_PIPELINE.changed(offload=(0.0,))
     long = long_sequences(4, kernel_seconds=1e-4)
-    plan = search_plans(long, 4096, 1, options=options)
+    plan = find_plan(ClusterProblem(long, 4096, 1, options=options))
     best = plan.best
     assert best.plan.slicing == "exact"
     assert best.plan.num_slices == len(best.plan.slices)
@@ -126,7 +127,7 @@ def test_an_exact_slicing_wins_where_no_equal_times_are_as_good() -> None:
     assert other.step_seconds > best.step_seconds
     longer = f"{other.step_seconds / best.step_seconds - 1:+.1%}"
     assert any(f"slicing equal-time instead of exact: {longer}" in line for line in reasons(plan))
-    only = search_plans(long, 4096, 1, options=options.changed(slicing=("equal-time",)))
+    only = find_plan(ClusterProblem(long, 4096, 1, options=options.changed(slicing=("equal-time",))))
     assert only.best.plan.slices == other.plan.slices
     assert not [each for each in only.alternatives if each.choice == "slicing"]
     # the bytes are those of the slices that run
@@ -139,7 +140,7 @@ def test_an_exact_slicing_wins_where_no_equal_times_are_as_good() -> None:
 
 def test_equal_times_win_where_the_exact_formula_is_not_the_schedule() -> None:
     """TeraPipe's latency is that of all forwards, then all backwards; with 1F1B a few equal slices are better."""
-    plan = search_plans(long_sequences(2, kernel_seconds=1e-5), 2048, 16, options=ONE_PIPELINE)
+    plan = find_plan(ClusterProblem(long_sequences(2, kernel_seconds=1e-5), 2048, 16, options=ONE_PIPELINE))
     assert plan.best.plan.slicing == "equal-time"
     (other,) = (each.prediction for each in plan.alternatives if each.choice == "slicing")
     assert other.plan.slicing == "exact"
@@ -150,9 +151,9 @@ def test_one_kind_of_slicing_may_be_all_that_is_allowed() -> None:
     options = PlanOptions(slicing=("exact",))
     assert {c.slicing for _, _, c in PlanSpace(source(), SEQ_LEN, 8, options).bounded()} == {"exact"}
     with pytest.raises(SlipstreamError, match=r"pipeline_parallel=1 fits nothing.*Choose from 2, 4"):
-        search_plans(source(), SEQ_LEN, 8, options=options.changed(pipeline_parallel=(1,)))
+        find_plan(ClusterProblem(source(), SEQ_LEN, 8, options=options.changed(pipeline_parallel=(1,))))
     with pytest.raises(SlipstreamError, match="nothing fits"):
-        search_plans(source(), SEQ_LEN, 8, options=options.changed(memory_limit=1e6))
+        find_plan(ClusterProblem(source(), SEQ_LEN, 8, options=options.changed(memory_limit=1e6)))
 
 
 # --- what PTD-P found, as results ------------------------------------------------------------------------------------
@@ -160,7 +161,7 @@ def test_one_kind_of_slicing_may_be_all_that_is_allowed() -> None:
 
 def degrees(model: ModelCount, num_nodes: int, batch: int, options: PlanOptions) -> Plan:
     cluster = load_cluster("a100-selene").with_nodes(num_nodes)
-    return search_plans(CountedSource(model, cluster, "gpt"), 2048, batch, options=options).best.plan
+    return find_plan(ClusterProblem(CountedSource(model, cluster, "gpt"), 2048, batch, options=options)).best.plan
 
 
 def test_tensor_parallelism_fills_the_node_and_no_more() -> None:
@@ -186,7 +187,9 @@ def test_the_best_microbatch_is_neither_the_smallest_nor_the_largest() -> None:
     alone = CountedSource(gpt(num_layers=32, hidden=4096, heads=32), node, "gpt")
     options = ONE_F_ONE_B.changed(tensor_parallel=(1,), data_parallel=(1,), context_parallel=(1,), memory_limit=1e15)
     steps = {
-        size: search_plans(alone, 512, 128, options=options.changed(microbatch_size=(size,))).best.step_seconds
+        size: find_plan(
+            ClusterProblem(alone, 512, 128, options=options.changed(microbatch_size=(size,)))
+        ).best.step_seconds
         for size in (1, 2, 4, 8, 16, 32)
     }
     assert min(steps, key=steps.__getitem__) not in (1, 32), steps
@@ -201,7 +204,9 @@ def test_sharded_parameters_take_as_long_as_a_sharded_optimizer_and_no_less_memo
         cluster = replace(cluster, device=replace(cluster.device, flops={dtype: 1e10}))
         options = PLAIN.changed(data_parallel=(4,), microbatch_size=(1,), slicing=("equal-time",), schedule=("1f1b",))
         found = {
-            shard: search_plans(source(model, cluster), SEQ_LEN, 8, options=options.changed(shard=(shard,))).best
+            shard: find_plan(
+                ClusterProblem(source(model, cluster), SEQ_LEN, 8, options=options.changed(shard=(shard,)))
+            ).best
             for shard in ("optimizer", "parameters")
         }
         assert found["parameters"].step_seconds == found["optimizer"].step_seconds
@@ -222,7 +227,7 @@ def test_the_shortest_step_is_simulated_whole_before_it_is_reported(monkeypatch:
     monkeypatch.setattr(plan_space, "_LONG", 100)
     monkeypatch.setattr(Evaluation, "_later", lambda self, ends: 0.9 * later(self, ends))
     options = PLAIN.changed(pipeline_parallel=(2,), microbatch_size=(1,), schedule=("1f1b",), num_slices=(1, 2))
-    plan = search_plans(source(), SEQ_LEN, 256, options=options)
+    plan = find_plan(ClusterProblem(source(), SEQ_LEN, 256, options=options))
     space, best = PlanSpace(source(), SEQ_LEN, 256, options), plan.best.plan.only(CHOICES)
     whole = {c: space.evaluate(c).seconds for _, _, c in space.bounded()}
     assert space.evaluate_in_part(best).seconds < 0.95 * whole[best]
@@ -238,16 +243,20 @@ def one_device(memory: float) -> CountedSource:
 
 def test_a_single_device_is_planned_wherever_something_fits() -> None:
     """In slices, where whole sequences are too large; and what is said of what is left lacks something."""
-    whole = search_plans(one_device(1e12), SEQ_LEN, 8, options=PlanOptions(num_slices=(1,), offload=(0.0,)))
+    whole = find_plan(
+        ClusterProblem(one_device(1e12), SEQ_LEN, 8, options=PlanOptions(num_slices=(1,), offload=(0.0,)))
+    )
     saving = PlanOptions(microbatch_size=(1,), recompute=("stage",), offload=(0.0,))
     space = PlanSpace(one_device(1e12), SEQ_LEN, 8, saving.changed(num_slices=(1,)))
     least = min(max(space.evaluate(c).peaks()) for _, _, c in space.bounded())
-    plan = search_plans(one_device(1e12), SEQ_LEN, 8, options=saving.changed(memory_limit=0.99 * least))
+    plan = find_plan(ClusterProblem(one_device(1e12), SEQ_LEN, 8, options=saving.changed(memory_limit=0.99 * least)))
     assert whole.best.plan.num_slices == 1 < plan.best.plan.num_slices
     errors = []
     for share in (0.2, 0.4, 0.6, 0.8, 0.9, 1.0):
         try:
-            found = search_plans(one_device(1e12), SEQ_LEN, 8, options=PlanOptions(memory_limit=share * least))
+            found = find_plan(
+                ClusterProblem(one_device(1e12), SEQ_LEN, 8, options=PlanOptions(memory_limit=share * least))
+            )
         except SlipstreamError as error:
             errors.append(str(error))
         else:
@@ -270,12 +279,12 @@ def test_8b_with_an_adapter_fits_a_device_of_80_gb() -> None:
         adapter = Adapter("default", lora(target_modules="all-linear"), base_precision)  # type: ignore[arg-type]
         counted = count_model(config, 8192, torch.bfloat16, TrainedWeights(adapter=adapter))
         lora_source = CountedSource(counted, one, "8B with LoRA")
-        best = search_plans(lora_source, 8192, 4, options=PlanOptions(num_slices=(2, 4))).best
+        best = find_plan(ClusterProblem(lora_source, 8192, 4, options=PlanOptions(num_slices=(2, 4)))).best
         assert best.peak_memory < 76e9
         assert all(size >= 0 for size in best.memory[0].values())
         assert best.memory[0][MemoryKind.PARAMETERS] == pytest.approx(parameters, rel=0.01)
         with pytest.raises(SlipstreamError, match=r"needs [\d.]+ GB on rank 0, [\d.]+ [GM]B more than the 5.00 GB"):
-            search_plans(lora_source, 8192, 4, options=PlanOptions(memory_limit=5e9, num_slices=(2,)))
+            find_plan(ClusterProblem(lora_source, 8192, 4, options=PlanOptions(memory_limit=5e9, num_slices=(2,))))
 
 
 def test_what_does_not_fit_says_by_how_much_and_what_would() -> None:
@@ -285,13 +294,13 @@ def test_what_does_not_fit_says_by_how_much_and_what_would() -> None:
     tight = PlanOptions(recompute=("none",), offload=(0.0,), shard=("none",), memory_limit=smallest * 1.3)
     lacks = r"needs [\d.]+ MB on rank \d, [\d.]+ [kM]B more than the [\d.]+ MB.* cheapest change that would fit: allow "
     with pytest.raises(SlipstreamError, match=lacks):
-        search_plans(source(), SEQ_LEN, 8, options=tight)
+        find_plan(ClusterProblem(source(), SEQ_LEN, 8, options=tight))
     small = small_cluster(1, 2)
     cluster = replace(small, device=replace(small.device, host_memory=1e3))
     tight = PlanOptions(offload=(1.0,), pipeline_parallel=(2,), schedule=("gpipe",), microbatch_size=(1,))
     lacks = r" on a host, [\d.]+ [kMG]?B more than the [\d.]+ [kMG]?B that a host has .* would fit: allow "
     with pytest.raises(SlipstreamError, match=lacks):
-        search_plans(source(cluster=cluster), SEQ_LEN, 8, options=tight)
+        find_plan(ClusterProblem(source(cluster=cluster), SEQ_LEN, 8, options=tight))
 
 
 @pytest.mark.more
@@ -299,10 +308,10 @@ def test_what_fits_no_choice_wants_more_devices() -> None:
     model = gpt(num_layers=24, hidden=12288, heads=96)
     cluster = load_cluster("a100-selene").with_nodes(1)
     with pytest.raises(SlipstreamError, match=r"would fit: \d+ devices instead of 8") as caught:
-        search_plans(CountedSource(model, cluster, "gpt"), 2048, 8)
+        find_plan(ClusterProblem(CountedSource(model, cluster, "gpt"), 2048, 8))
     wanted = int(str(caught.value).split("would fit: ")[1].split()[0])
     larger = CountedSource(model, cluster.with_nodes(wanted // 8), "gpt")
-    assert search_plans(larger, 2048, 8, options=PlanOptions(num_simulated=1)).best.peak_memory <= 80e9
+    assert find_plan(ClusterProblem(larger, 2048, 8, options=PlanOptions(num_simulated=1))).best.peak_memory <= 80e9
 
 
 @pytest.mark.parametrize(
@@ -322,7 +331,7 @@ def test_what_fits_nothing_is_named(batch: int, given: dict[str, tuple[int, ...]
     layer = replace(SMALL.layers[0], num_experts=4)
     model = CountedSource(replace(SMALL, layers=(layer,)), small_cluster(), "mixture", refusals={})
     with pytest.raises(SlipstreamError, match=words):
-        search_plans(model, SEQ_LEN, batch, options=PlanOptions(**given))  # type: ignore[arg-type]
+        find_plan(ClusterProblem(model, SEQ_LEN, batch, options=PlanOptions(**given)))  # type: ignore[arg-type]
 
 
 # --- what is found jointly -------------------------------------------------------------------------------------------
@@ -341,7 +350,9 @@ TWO_RANKS = PlanOptions(
 
 @cache
 def jointly_planned() -> PlanReport:
-    return search_plans(counted_llama(), SEQ_LEN, 1, options=TWO_RANKS.changed(schedule=("auto",), offload=(0.0,)))
+    return find_plan(
+        ClusterProblem(counted_llama(), SEQ_LEN, 1, options=TWO_RANKS.changed(schedule=("auto",), offload=(0.0,)))
+    )
 
 
 @pytest.mark.more
@@ -377,7 +388,7 @@ def test_a_joint_plan_keeps_to_the_memory_of_the_device() -> None:
     state = sum(part.num_parameters for part in counted_llama().model.of_kind) * 16
     limit = max(1e6, state + (free.peak_memory - state) / 2)
     options = TWO_RANKS.changed(schedule=("auto",), memory_limit=limit, offload=(0.0,))
-    best = search_plans(counted_llama(), SEQ_LEN, 1, options=options).best
+    best = find_plan(ClusterProblem(counted_llama(), SEQ_LEN, 1, options=options)).best
     assert best.plan.schedule_name == "auto"
     assert best.peak_memory <= limit < free.peak_memory
 
@@ -386,8 +397,10 @@ def test_a_joint_plan_keeps_to_the_memory_of_the_device() -> None:
 def test_a_joint_plan_within_the_memory_is_found_where_the_best_without_a_limit_does_not_fit() -> None:
     """With half its memory, and nothing computed again: shorter than any named schedule, and hardly longer."""
     options = TWO_RANKS.changed(offload=(0.0,), recompute=("none",))
-    free = search_plans(counted_llama(), SEQ_LEN, 4, options=options.changed(schedule=("auto",))).best
-    limited = search_plans(counted_llama(), SEQ_LEN, 4, options=options.changed(memory_limit=free.peak_memory / 2))
+    free = find_plan(ClusterProblem(counted_llama(), SEQ_LEN, 4, options=options.changed(schedule=("auto",)))).best
+    limited = find_plan(
+        ClusterProblem(counted_llama(), SEQ_LEN, 4, options=options.changed(memory_limit=free.peak_memory / 2))
+    )
     (named,) = (each.prediction for each in limited.alternatives if each.choice == "schedule")
     assert limited.best.plan.schedule_name == "auto"
     assert limited.best.peak_memory <= free.peak_memory / 2
@@ -398,7 +411,7 @@ def test_where_only_named_schedules_fit_the_error_says_which() -> None:
     """A pipeline of one rank has nothing to search together."""
     options = TWO_RANKS.changed(pipeline_parallel=(1,), data_parallel=(2,), schedule=("auto",))
     with pytest.raises(SlipstreamError, match=r"found together that fit, but .* does\. Allow schedule=1f1b and"):
-        search_plans(counted_llama(), SEQ_LEN, 2, options=options)
+        find_plan(ClusterProblem(counted_llama(), SEQ_LEN, 2, options=options))
 
 
 @pytest.mark.more
@@ -410,7 +423,7 @@ def test_given_counts_leave_nothing_to_the_joint_search() -> None:
         {"slicing": ("exact",)},
     )
     for changed in some:
-        plan = search_plans(counted_llama(), SEQ_LEN, 1, options=TWO_RANKS.changed(**changed))
+        plan = find_plan(ClusterProblem(counted_llama(), SEQ_LEN, 1, options=TWO_RANKS.changed(**changed)))
         assert all(each.joint is None for each in plan.predictions)
 
 
@@ -435,7 +448,7 @@ def heavy_source(tied: bool = False) -> CountedSource:
 @cache
 def planned(tied: bool = False, vocabulary: tuple[str, ...] | None = None) -> PlanReport:
     options = ONE_COLUMN.changed(vocabulary=vocabulary) if vocabulary else ONE_COLUMN
-    return search_plans(heavy_source(tied), SEQ_LEN, 4, options=options)
+    return find_plan(ClusterProblem(heavy_source(tied), SEQ_LEN, 4, options=options))
 
 
 @pytest.mark.parametrize("tied", first_of([True, False]))
@@ -443,7 +456,7 @@ def test_a_heavy_head_is_spread(tied: bool) -> None:
     """Where training can do it. All ranks together then hold as much as with a whole head, and each has its part of it;
     of tied weights there is one copy less."""
     model, spread = heavy_source(tied).model, planned(tied)
-    whole = search_plans(source(model), SEQ_LEN, 4, options=ONE_COLUMN).best
+    whole = find_plan(ClusterProblem(source(model), SEQ_LEN, 4, options=ONE_COLUMN)).best
     best = spread.best
     assert (best.plan.vocabulary, whole.plan.vocabulary) == ("spread", "whole")
     assert best.step_seconds < 0.95 * whole.step_seconds
@@ -480,10 +493,10 @@ def test_a_spread_vocabulary_is_pinned_or_open() -> None:
 def test_where_no_vocabulary_can_be_spread(plan_source: CountedSource, schedule: tuple[str, ...], words: str) -> None:
     options = ONE_COLUMN.changed(vocabulary=("spread",), schedule=schedule)
     with pytest.raises(SlipstreamError, match=words):
-        search_plans(plan_source, SEQ_LEN, 4, options=options)
+        find_plan(ClusterProblem(plan_source, SEQ_LEN, 4, options=options))
 
 
 def test_no_head_is_spread_over_ranks_that_share_layers() -> None:
     options = ONE_COLUMN.changed(pipeline_parallel=(2,), tensor_parallel=(2,))
-    plan = search_plans(heavy_source(), SEQ_LEN, 4, options=options)
+    plan = find_plan(ClusterProblem(heavy_source(), SEQ_LEN, 4, options=options))
     assert {each.plan.vocabulary for each in plan.predictions} == {"whole"}

@@ -13,9 +13,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from slipstream.cost import CountedCosts, CountedSource, Degrees, partition_of
+from slipstream.planner.find_plan import find_plan
 from slipstream.planner.plan import ONE_DEVICE, Plan
+from slipstream.planner.search import ClusterProblem
 from slipstream.planner.search import bounds as search_bounds
-from slipstream.planner.search import search_plans
 from slipstream.planner.search.bounds import MemoryBound
 from slipstream.planner.search.evaluate import Evaluation, GlobalBatch, evaluate
 from slipstream.planner.search.frontier import Frontier
@@ -382,7 +383,7 @@ def test_layers_that_are_recomputed_one_by_one() -> None:
     assert full.peaks()[0] < 0.8 * none.peaks()[0]
     limit = (full.peaks()[0] + none.peaks()[0]) / 2
     options = PlanOptions(memory_limit=limit, offload=(0.0,), num_slices=(1,))
-    assert search_plans(one, SEQ_LEN, 2, options=options).best.plan.recompute == "full"
+    assert find_plan(ClusterProblem(one, SEQ_LEN, 2, options=options)).best.plan.recompute == "full"
 
 
 @pytest.mark.parametrize(("schedule", "stages"), [("1f1b", 1), ("zb-v", 2)])

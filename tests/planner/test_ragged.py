@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 
 from slipstream.errors import SlipstreamError
 from slipstream.planner.cuts import Cuts
+from slipstream.planner.find_plan import find_plan
 from slipstream.planner.order.order_search import step_lower_bound
 from slipstream.planner.plan import Plan
-from slipstream.planner.ragged import StepMemory, StepPlan, StepProblem, find_step_plan
+from slipstream.planner.ragged import StepMemory, StepPlan, StepProblem
 from slipstream.planner.ragged.step_search import candidates, lower_bound
 from slipstream.planner.room import OutOfMemoryError
 from slipstream.schedule import Op, make_schedule, validate
@@ -34,7 +35,7 @@ STATE = 3000.0
 @given(data=st.data())
 def test_a_plan_is_valid_and_takes_as_long_as_it_says(limited: bool, data: st.DataObject) -> None:
     problem = data.draw(problems(limited=limited))
-    plan = find_step_plan(problem)
+    plan = find_plan(problem)
     plan.check(problem.lengths)  # each sequence once, and slices that add up to them
     validate(plan.schedule)
     assert plan.schedule.placement == problem.placement
@@ -66,7 +67,7 @@ def test_where_only_slices_cost_something_parts_are_of_equal_length() -> None:
     costs = rates(2)
     fixed = {op: seconds * [1.0, 0.0, 0.0] for op, seconds in costs.rates.items()}
     problem = StepProblem((197, 64, 5), replace(costs, rates=fixed), Plan(placement=(0, 1), num_slices=3))
-    plan = find_step_plan(problem)
+    plan = find_plan(problem)
     plan.check(problem.lengths)
     assert max(max(each) for each in plan.slices) == 128
 
@@ -80,7 +81,7 @@ def test_a_single_slice_takes_as_long_as_its_bound(placement: tuple[int, ...], q
     costs = replace(costs, rates={**costs.rates, Op.W: costs.rates[Op.W] / quick})
     given = Plan(placement=placement, num_microbatches=1, num_slices=1)
     problem = StepProblem((700,), costs, given, split=quick > 1)
-    plan = find_step_plan(problem)
+    plan = find_plan(problem)
     assert (Op.W in plan.schedule.ops) == (quick > 1)
     assert lower_bound(problem, sliced(problem, plan)) == pytest.approx(plan.seconds, rel=1e-9)
 
@@ -92,7 +93,7 @@ def test_no_message_to_frozen_stages_counts() -> None:
     seconds = {op: each if op is Op.F else trained * each for op, each in costs.rates.items()}
     frozen = replace(costs, rates=seconds, latency=1e4)
     given = Plan(placement=(0, 1), num_microbatches=1, num_slices=1)
-    plan = find_step_plan(StepProblem((700,), frozen, given, split=False))
+    plan = find_plan(StepProblem((700,), frozen, given, split=False))
     each = {op: frozen.stage_seconds(op, np.array([700]), frozen.scores(np.array([700]))) for op in (Op.F, Op.B)}
     assert frozen.num_frozen_parts == 1
     assert plan.seconds == pytest.approx(each[Op.F].sum() + 1e4 + each[Op.B][1, 0])
@@ -117,12 +118,12 @@ def test_a_plan_keeps_to_the_limit_or_the_longest_sequence_is_named(problem: Ste
     memory = memory_of(problem, STATE + share * problem.room[0])
     problem = replace(problem, room=None)
     try:
-        plan = find_step_plan(replace(problem, memory=memory))
+        plan = find_plan(replace(problem, memory=memory))
     except SlipstreamError as error:
         longest = int(np.argmax(problem.lengths))
         named = rf"inputs\[{longest}\] has {max(problem.lengths)} tokens.*give memory.limit=(\d+)"
         memory = memory_of(problem, int(re.findall(named, str(error))[0]))
-        plan = find_step_plan(replace(problem, memory=memory))
+        plan = find_plan(replace(problem, memory=memory))
     plan.check(problem.lengths)
     validate(plan.schedule)
     assert max(memory.account(plan)) <= memory.limit
@@ -132,21 +133,21 @@ def test_how_long_a_sequence_may_be_is_said() -> None:
     problem = example(100, 900, 80)
     memory = memory_of(problem, STATE + 60_000)
     with pytest.raises(OutOfMemoryError, match=r"inputs\[1\] has 900 tokens.*one of (\d+) tokens would fit") as error:
-        find_step_plan(replace(problem, memory=memory))
+        find_plan(replace(problem, memory=memory))
     most = int(re.findall(r"one of (\d+) tokens", str(error.value))[0])
     assert 100 < most < 900
     shorter = example(most)
-    plan = find_step_plan(replace(shorter, memory=memory_of(shorter, memory.limit)))
+    plan = find_plan(replace(shorter, memory=memory_of(shorter, memory.limit)))
     assert max(memory_of(shorter, memory.limit).account(plan)) <= memory.limit
     longer = example(most + 1)
     with pytest.raises(SlipstreamError, match=f"one of {most} tokens"):
-        find_step_plan(replace(longer, memory=memory_of(longer, memory.limit)))
+        find_plan(replace(longer, memory=memory_of(longer, memory.limit)))
 
 
 @pytest.mark.parametrize("given", [{"schedule": "1f1b"}, {"num_microbatches": 2}], ids=str)
 def test_what_is_given_stays_so_even_if_it_holds_too_much(given: dict[str, Any]) -> None:
     problem = replace(example(600, 900, 80), given=Plan(placement=(0, 1), **given))
-    plan = find_step_plan(replace(problem, memory=(memory := memory_of(problem, STATE + 60_000))))
+    plan = find_plan(replace(problem, memory=(memory := memory_of(problem, STATE + 60_000))))
     plan.check(problem.lengths)
     assert max(memory.account(plan)) > memory.limit
 
@@ -169,4 +170,4 @@ def example(*lengths: int) -> StepProblem:
 )
 def test_what_cannot_be_given_is_refused_by_name(given: Plan, named: str) -> None:
     with pytest.raises(SlipstreamError, match=named):
-        find_step_plan(replace(example(100, 100), given=given))
+        find_plan(replace(example(100, 100), given=given))

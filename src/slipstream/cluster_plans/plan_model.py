@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -41,7 +41,9 @@ from slipstream.number_format import BFLOAT16, BasePrecision, find_format
 from slipstream.options import SHARED_WORK
 from slipstream.parallel import possible_sharing
 from slipstream.planner import PlanReport
-from slipstream.planner.search import PlanOptions, check_count, search_plans
+from slipstream.planner.find_plan import find_plan
+from slipstream.planner.progress import ProgressReport, untold
+from slipstream.planner.search import ClusterProblem, PlanOptions, check_count
 from slipstream.profile import count_model, identify_model, newest_costs
 
 
@@ -58,7 +60,7 @@ def plan(
     lora: Any = None,
     lora_base_precision: BasePrecision = "full",
     fused: bool = False,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: ProgressReport | None = None,
     **options: Any,
 ) -> PlanReport:
     """Returns the best configurations to train a model on a cluster, best first, as the simulator ranks them.
@@ -104,7 +106,7 @@ def plan(
         lora_base_precision=lora_base_precision,
         fused=fused,
     )
-    return search_plans(source, seq_len, global_batch, options=allowed, progress=progress)
+    return find_plan(ClusterProblem(source, seq_len, global_batch, allowed), progress or untold)
 
 
 Model: TypeAlias = str | Path | PretrainedConfig | DescribedModel | ModelCount

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from slipstream import Memory, Op, Pipeline, Runtime, simulate
-from slipstream.planner.ragged import StageRates, find_step_plan
+from slipstream.planner.find_plan import find_plan
+from slipstream.planner.ragged import StageRates
 from slipstream.planner.ragged.sliced_step import SlicedStep
 from support.adapters import adapted, lora
 from support.architectures import build, llama
@@ -102,7 +103,7 @@ def test_plans_are_faster_than_those_for_training_everything() -> None:
     everything = Pipeline.from_config(config, partition=partition, **options)
 
     def seconds(lengths: tuple[int, ...], by: Pipeline) -> float:
-        plan = find_step_plan(by._runtime.plans.settings.step_problem(lengths, rates_of(by)))
+        plan = find_plan(by._runtime.plans.settings.step_problem(lengths, rates_of(by)))
         problem = pipe._runtime.plans.settings.step_problem(lengths, rates_of(pipe))
         layout = pipe._runtime.plans.check_and_lay_out(plan.schedule)
         return simulate(layout.training, SlicedStep.of(problem, plan.groups, plan.slices).costs()).makespan

@@ -17,7 +17,7 @@ from slipstream.pipeline.families import causal_lm
 from slipstream.pipeline.pipeline_options import PipelineOptions
 from slipstream.pipeline.planning import FirstSteps, HeldBytes, RowOrder, StepSettings
 from slipstream.pipeline.planning.observed_steps import ObservedSteps
-from slipstream.planner.joint import find_joint_plan
+from slipstream.planner.find_plan import find_plan
 from slipstream.planner.ragged import StageRates
 from slipstream.schedule import COMMUNICATION, one_f_one_b, split_backwards
 from slipstream.simulator import simulate
@@ -109,7 +109,7 @@ def test_few_slices_grow_where_slices_are_dear_and_contexts_cheap() -> None:
     """All that the second rank waits for is the first slice, which is then the shortest."""
     dear = np.array([[0.2, 1e-3, 0.0]])
     rates = StageRates({op: each * np.repeat(dear, 2, 0) for op, each in SECONDS.items()}, np.zeros((2, 2)))
-    plan = find_joint_plan(settings_of("1f1b", 2).row_problem(2048, rates))
+    plan = find_plan(settings_of("1f1b", 2).row_problem(2048, rates))
     assert 2 <= len(plan.slices) <= 6
     assert plan.slices[0] < max(plan.slices)
 

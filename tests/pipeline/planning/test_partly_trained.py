@@ -30,7 +30,8 @@ from slipstream.cost import (
     part_kinds,
 )
 from slipstream.planner.cuts import Cuts
-from slipstream.planner.joint import JointPlan, JointProblem, SlicedUnits, find_joint_plan
+from slipstream.planner.find_plan import find_plan
+from slipstream.planner.joint import JointPlan, JointProblem, SlicedUnits
 from slipstream.planner.ragged import fit_rates
 from slipstream.schedule import BACKWARDS, Op
 from slipstream.simulator import memory_of
@@ -150,7 +151,7 @@ def test_of_experts_that_are_spread_a_rank_trains_its_own() -> None:
 
 
 def planned(costs: Costs) -> JointPlan:
-    return find_joint_plan(JointProblem(costs, LENGTH, 2, 2, cuts=Cuts(16, longest_slice=32), effort=1e6))
+    return find_plan(JointProblem(costs, LENGTH, 2, 2, cuts=Cuts(16, longest_slice=32), effort=1e6))
 
 
 def test_a_plan_has_another_cut_and_no_needless_backwards() -> None:

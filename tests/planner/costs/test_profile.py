@@ -31,8 +31,9 @@ from slipstream.cost import (
 from slipstream.cost.measured_stages import choose_stages, combine, stage_row
 from slipstream.cost.work import part_kinds, parts_of
 from slipstream.errors import SlipstreamError
+from slipstream.planner.find_plan import find_plan
 from slipstream.planner.joint import SlicedUnits
-from slipstream.planner.search import PlanOptions, search_plans
+from slipstream.planner.search import ClusterProblem, PlanOptions
 from slipstream.schedule import Op, gpipe
 from slipstream.simulator import simulate
 from support.hand_made_plan import stages_of
@@ -286,7 +287,7 @@ def test_replicas_reduce_gradients_over_the_measured_link(profile: Profile) -> N
     assert half == whole / 2
     source = ProfileSource(profile, num_ranks=4)
     options = PlanOptions(pipeline_parallel=(2,), schedule=("1f1b",), stages_per_rank=(1,), num_slices=(2,))
-    found = search_plans(source, 64, 6, options=options).best
+    found = find_plan(ClusterProblem(source, 64, 6, options=options)).best
     cut = StageParts.of_partition(found.plan.partition, len(profile.kinds), 1)
     assert found.plan.data_parallel == 2
     update = Update(source.state, 2, found.plan.shard)

@@ -21,7 +21,8 @@ from slipstream.cost import (
     possible_shards,
 )
 from slipstream.cost.update import refused_shards
-from slipstream.planner.search import PlanOptions, search_plans
+from slipstream.planner.find_plan import find_plan
+from slipstream.planner.search import ClusterProblem, PlanOptions
 from slipstream.profile import count_model
 from slipstream.simulator import MemoryKind
 from support.architectures import ARCHITECTURES
@@ -70,7 +71,7 @@ def test_searches_follow_another_rule(model: ModelCount) -> None:
     for state in (ADAMW, MOMENTUM):
         source = CountedSource(model, load_cluster("h100-dgx").with_nodes(1), "a model")
         source.state = state
-        found.append(search_plans(source, 256, 8, options=options).best)
+        found.append(find_plan(ClusterProblem(source, 256, 8, options=options)).best)
     adamw, momentum = found
     assert adamw.plan == momentum.plan
     seconds = [each.seconds_by_cause["optimizer"] for each in found]

@@ -42,7 +42,8 @@ from slipstream.pipeline.pipeline_options import PipelineOptions, SequenceLoss
 from slipstream.pipeline.planning import CountedPlans, LayerUnits, is_free, may_split
 from slipstream.pipeline.token_values import DOCUMENTS, INPUTS, LABELS, POSITIONS
 from slipstream.planner.cuts import Cuts
-from slipstream.planner.joint import JointPlan, JointProblem, find_joint_plan
+from slipstream.planner.find_plan import find_plan
+from slipstream.planner.joint import JointPlan, JointProblem
 from slipstream.planner.partition import partition_layers
 from slipstream.profile.link_measurement import measure_link
 from slipstream.schedule import Op, Schedule, SlicedMicrobatch, StageSkip
@@ -140,7 +141,7 @@ class SequenceFamily(ModelFamily):
             partition = costs.layers_of(plan.partition)
             return replace(plan.cut_as(partition), exact=exact, rejected=rejected, costs=costs)
 
-        found: JointPlan = self._ranks.run_on_leader(lambda: of_layers(find_joint_plan(problem)))
+        found: JointPlan = self._ranks.run_on_leader(lambda: of_layers(find_plan(problem)))
         return found, None
 
     def counted_plans(self, options: PipelineOptions, num_ranks: int) -> CountedPlans:

@@ -20,7 +20,8 @@ from slipstream.pipeline.families import ModelFamily, StageLayout
 from slipstream.pipeline.memory.linear_memory import LinearMemoryModel, both_backwards, rows_to_rehearse
 from slipstream.pipeline.memory.rehearsal import RehearsedStep, rehearse
 from slipstream.pipeline.planning import HeldBytes
-from slipstream.planner.ragged import StepMemory, StepPlan, StepProblem, find_step_plan
+from slipstream.planner.find_plan import find_plan
+from slipstream.planner.ragged import StepMemory, StepPlan, StepProblem
 from slipstream.schedule import Op, Schedule, SlicedMicrobatch, add_reductions
 from slipstream.simulator import MemoryTable, RankMemory, StageSlice, memory_of
 from slipstream.units import bytes_text
@@ -163,10 +164,10 @@ class MemoryLimit:
         limit."""
         rows, limit = self.rows, self.limit
         if rows is None or limit is None:
-            return find_step_plan(problem)
+            return find_plan(problem)
         held = rows.activation_bytes(len(problem.placement))
         memory = StepMemory(limit, rows.state_bytes(problem.placement), self._held_with)
-        return find_step_plan(replace(problem, rates=replace(problem.rates, held=held), memory=memory))
+        return find_plan(replace(problem, rates=replace(problem.rates, held=held), memory=memory))
 
     def fits(self, plan: StepPlan) -> bool:
         """Returns whether a step's plan keeps to the limit, as far as known rows tell."""

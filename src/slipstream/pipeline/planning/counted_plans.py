@@ -20,12 +20,12 @@ from slipstream.pipeline.planning.decided_options import with_plan
 from slipstream.pipeline.planning.step_settings import RowOrder, StepSettings, usual_order
 from slipstream.planner import OPEN, Plan
 from slipstream.planner.cuts import Cuts
+from slipstream.planner.find_plan import find_plan
 from slipstream.planner.joint import (
     JointPlan,
     JointProblem,
     OutOfMemoryError,
     Tabulated,
-    find_joint_plan,
 )
 from slipstream.planner.ragged import StageRates, fit_rates
 from slipstream.schedule import (
@@ -259,7 +259,7 @@ class CountedPlans:
             problem = replace(problem, costs=Tabulated(problem.costs, length, cuts), cuts=cuts)
         if problem.memory_limit is not None or problem.account is None or not given.is_open("schedule"):
             return self._best(problem, given)
-        usual = find_joint_plan(usually)
+        usual = find_plan(usually)
         held = max(problem.account(usual.plan))
         try:
             best = self._best(replace(problem, memory_limit=_MORE_MEMORY * held), given)
@@ -285,7 +285,7 @@ class CountedPlans:
         most = _MANY * self._num_ranks
         # What microbatches hold isn't known of a sequence of layers: named orders don't hold all of them.
         if problem.num_microbatches <= most and problem.account is not None:
-            return find_joint_plan(replace(problem, given=given))
+            return find_plan(replace(problem, given=given))
         few = replace(problem, num_microbatches=min(most, problem.num_microbatches))
         plans = [*_named_plans(few, given)]
         if not plans:
@@ -294,7 +294,7 @@ class CountedPlans:
         whole = replace(
             given, schedule=name, placement=best.schedule.placement, partition=best.partition, slices=best.slices
         )
-        return find_joint_plan(replace(problem, given=whole))
+        return find_plan(replace(problem, given=whole))
 
 
 def _named_plans(problem: JointProblem, given: Plan) -> Iterator[tuple[float, str, JointPlan]]:
@@ -305,7 +305,7 @@ def _named_plans(problem: JointProblem, given: Plan) -> Iterator[tuple[float, st
         if found and name == _NAMED[-1]:
             return
         with suppress(SlipstreamError):  # other stages, or no room
-            plan = find_joint_plan(replace(problem, given=replace(given, schedule=name)))
+            plan = find_plan(replace(problem, given=replace(given, schedule=name)))
             found = True
             yield plan.seconds, str(name), plan
 

@@ -16,7 +16,8 @@ from slipstream.parallel import Ranks
 from slipstream.pipeline.planning.observed_steps import ObservedSteps
 from slipstream.pipeline.planning.step_settings import RowOrder, StepSettings
 from slipstream.planner import Plan
-from slipstream.planner.joint import JointPlan, JointProblem, OutOfMemoryError, find_joint_plan
+from slipstream.planner.find_plan import find_plan
+from slipstream.planner.joint import JointPlan, JointProblem, OutOfMemoryError
 from slipstream.planner.ragged import StageRates
 from slipstream.planner.room import Room, first_within
 from slipstream.schedule import Schedule
@@ -146,7 +147,7 @@ class FirstSteps:
 
     def _found(self, problem: JointProblem) -> Order:
         """Returns the order and the slices of the leader's plan. Collective."""
-        plan: JointPlan = self._ranks.run_on_leader(lambda: find_joint_plan(problem))
+        plan: JointPlan = self._ranks.run_on_leader(lambda: find_plan(problem))
         return plan.schedule, plan.slices
 
     def _held(self, schedule: Schedule, slices: tuple[int, ...], holds: Holds) -> HeldBytes:

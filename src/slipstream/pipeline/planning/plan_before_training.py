@@ -33,11 +33,11 @@ from slipstream.pipeline.cut_batch import token_bytes
 from slipstream.pipeline.pipeline_options import ExpectedBatch, PipelineOptions
 from slipstream.planner import Plan
 from slipstream.planner.cuts import Cuts
+from slipstream.planner.find_plan import find_plan
 from slipstream.planner.joint import (
     JointPlan,
     JointProblem,
     OutOfMemoryError,
-    find_joint_plan,
 )
 from slipstream.planner.ragged import StageRates, fit_rates
 from slipstream.planner.search import Evaluation, GlobalBatch, evaluate
@@ -209,12 +209,12 @@ def _plan(
     problem = request.problem(costs, profile.longest_slice)
 
     def found() -> tuple[JointPlan, StageRates]:
-        plan = find_joint_plan(problem, told.searched)
+        plan = find_plan(problem, told.searched)
         room = request.device_memory
         if room is not None and not request.evaluate(costs, plan.plan).fits(room):
             limited = replace(problem, memory_limit=min(room, problem.memory_limit or inf))
             with suppress(OutOfMemoryError):
-                plan = find_joint_plan(limited, told.searched)
+                plan = find_plan(limited, told.searched)
         plan = replace(plan, plan=request.closed(plan.plan, costs), costs=costs)
         of_stages = WithoutHead(costs) if plan.head == "spread" else costs
         return plan, request.fit_rates(of_stages, profile.longest_slice, plan.partition, plan.recompute)
@@ -296,8 +296,8 @@ class _Told:
     def measured(self, share: float) -> None:
         self._tell(f"measuring what the model's parts cost: {share * _BUDGET:.0f} s, of {_BUDGET:.0f} s at most")
 
-    def searched(self, share: float) -> None:
-        self._tell(f"searching for the best plan: {share:.0%} of the effort, at most")
+    def searched(self, task: str, done: int, total: int) -> None:
+        self._tell(f"searching for the best plan: {done / total:.0%} of the effort, at most")
 
     def _tell(self, text: str) -> None:
         if (now := time.perf_counter()) - self._last >= self._every:

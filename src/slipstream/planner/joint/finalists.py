@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from heapq import heappop, heappush, nsmallest
+from heapq import nsmallest
 from math import inf
 from typing import TYPE_CHECKING
 
+from slipstream.planner.best_first import BestFirst
 from slipstream.planner.joint.candidate import Candidate
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class FinalistSearch:
         self.best = {search: search.best if search.memory is None else None for search in searches}
         self._least = {search: search.seconds if search.memory is None else inf for search in searches}
         self._left = _SHARE * searches[0].problem.effort if searches else 0.0
-        self._waiting: list[tuple[float, int, PlacementSearch, Candidate]] = []
+        self._waiting = BestFirst[tuple["PlacementSearch", Candidate]]()
         self._seen: set[tuple[PlacementSearch, Candidate]] = set()
 
     def run(self) -> None:
@@ -45,10 +46,8 @@ class FinalistSearch:
         known = [(seconds, search, each) for search in self._searches for each, seconds in search.known.items()]
         for _, search, candidate in nsmallest(_NEAR, known, key=lambda each: each[0]):
             self._add(search, [candidate])
-        while self._waiting and self._left > 0:
-            bound, _, search, candidate = heappop(self._waiting)
-            if bound >= min(self._least.values()):
-                return
+        while self._left > 0 and (found := self._waiting.next_below(min(self._least.values()))):
+            _, (search, candidate) = found
             effort = _ORDER_SHARE * search.problem.effort
             self._left -= effort if search.memory is None else effort + _ACCOUNT * search.num_actions(candidate)
             seconds = search.seconds_in_order(candidate, effort)
@@ -73,4 +72,4 @@ class FinalistSearch:
             self._seen.add((search, candidate))
             if search.fits(candidate):
                 self._left -= _BOUND * search.num_actions(candidate)
-                heappush(self._waiting, (search.bound(candidate), len(self._seen), search, candidate))
+                self._waiting.add(search.bound(candidate), (search, candidate))

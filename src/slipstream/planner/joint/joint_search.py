@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from math import ceil, inf
 from typing import TYPE_CHECKING, NamedTuple
@@ -14,6 +13,7 @@ from slipstream.planner.joint.finalists import FinalistSearch
 from slipstream.planner.joint.joint_plan import JointPlan
 from slipstream.planner.joint.problem import JointProblem
 from slipstream.planner.plan import placement_of
+from slipstream.planner.progress import ProgressReport
 from slipstream.planner.room import OutOfMemoryError
 from slipstream.schedule import SCHEDULES, Schedule
 
@@ -79,7 +79,7 @@ _SAVINGS = (("none",), ("stage", "full"), ("stage+full",))  # of memory, by thei
 _FINALISTS = 3  # placements whose best candidate gets its best order
 
 
-def search_placements(problem: JointProblem, on_progress: Callable[[float], None]) -> JointPlan:
+def search_placements(problem: JointProblem, progress: ProgressReport) -> JointPlan:
     """Returns the plan with the shortest simulated step of all placements that are allowed, with the head's rows where
     the costs have them.
 
@@ -90,7 +90,7 @@ def search_placements(problem: JointProblem, on_progress: Callable[[float], None
     bounds first. Where nothing fits the memory limit, stages or layers are computed again, whichever steps are shorter,
     or else both.
 
-    `on_progress` is called with the share of the effort that is used up.
+    `progress` is called with the percentage of the effort that is used up.
 
     Raises:
         OutOfMemoryError: where nothing fits the memory limit even so.
@@ -101,7 +101,7 @@ def search_placements(problem: JointProblem, on_progress: Callable[[float], None
     for savings in _savings(problem):
         plans: list[JointPlan] = []
         for recompute in savings:
-            searches = _search(replace(problem, effort=problem.effort / len(savings)), recompute, on_progress)
+            searches = _search(replace(problem, effort=problem.effort / len(savings)), recompute, progress)
             plan = _best(searches[:_FINALISTS])
             plans += [] if plan is None else [plan]
             least += [_least(searches)] if plan is None and problem.most_seconds == inf else []
@@ -177,7 +177,7 @@ def _nothing_fits(problem: JointProblem, least: _Least) -> OutOfMemoryError:
     )
 
 
-def _search(problem: JointProblem, recompute: str, on_progress: Callable[[float], None]) -> list[PlacementSearch]:
+def _search(problem: JointProblem, recompute: str, progress: ProgressReport) -> list[PlacementSearch]:
     """Returns the searches of the placements, the best first; those in which nothing fits have no best candidate."""
     from slipstream.planner.joint.placement_search import PlacementSearch  # loads numba
 
@@ -188,7 +188,7 @@ def _search(problem: JointProblem, recompute: str, on_progress: Callable[[float]
     def on_effort(effort: float) -> None:
         nonlocal used
         used += effort
-        on_progress(min(1.0, used / problem.effort))
+        progress("cuts and orders, percent", round(100 * min(1.0, used / problem.effort)), 100)
 
     searches = []
     for placement in allowed_placements(problem):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -14,10 +14,9 @@ from slipstream.planner.joint.joint_search import search_placements
 from slipstream.planner.joint.problem import JointProblem, MemoryAccount
 from slipstream.planner.joint.sliced_units import SlicedUnits
 from slipstream.planner.plan import Plan
+from slipstream.planner.progress import ProgressReport
 from slipstream.schedule import Op, Schedule, ScheduleError, spread_vocabulary
 from slipstream.simulator import TableCost, result_seconds, simulate
-
-Progress = Callable[[float], None]
 
 _VOCABULARY_CHOICE_NEAR = 1.03  # times the ideal step: a whole head's plan that is as near is taken
 _HEAVY = 0.25  # of a rank's share of the work: a lighter head isn't worth the loss
@@ -26,56 +25,56 @@ _MOST_AHEAD = 1  # microbatches more in flight: V and L lie between the last for
 _EFFORT = 0.5  # of a search with a whole head: without one ranks are soon even
 
 
-def find_joint_plan(problem: JointProblem, on_progress: Progress = lambda share: None) -> JointPlan:
-    """Returns the plan with the shortest simulated step that the search finds. The same problem gives the same plan.
+def search_jointly(problem: JointProblem, progress: ProgressReport) -> JointPlan:
+    """Returns the plan with the shortest simulated step on a mesh.
 
     The head is whole or spread as is given. Where that is open, and ranks may spread it, it is whichever is faster:
     both are tried where a whole head is heavy and leaves the step far from the ideal one.
 
     Args:
         problem: the step, and what its plan must keep to.
-        on_progress: called with the share of a search's effort that is used up.
+        progress: called with the percentage of a search's effort that is used up.
 
     Raises:
         OutOfMemoryError: where nothing fits the memory limit.
         SlipstreamError: where no slices are allowed, or nothing was found that takes less than `most_seconds`.
     """
     if problem.given.vocabulary == "spread":
-        return _find_spread_plan(problem, on_progress)
+        return _find_spread_plan(problem, progress)
     if not (problem.may_spread and problem.given.is_open("vocabulary")):
-        return search_placements(problem, on_progress)
+        return search_placements(problem, progress)
     try:
-        whole = search_placements(problem, on_progress)
+        whole = search_placements(problem, progress)
     except SlipstreamError as nothing_fits:
         lacks_room = problem.memory_limit is not None and problem.most_seconds == inf
         if not lacks_room and not _is_heavy(problem, problem.units(problem.cuts.fewest(problem.seq_len))):
             raise
-        return _spread_if_it_fits(problem, on_progress, nothing_fits)
+        return _spread_if_it_fits(problem, progress, nothing_fits)
     if not _is_worth_a_search(problem, whole):
         return whole
     try:
-        spread = _find_spread_plan(replace(problem, effort=_EFFORT * problem.effort), on_progress)
+        spread = _find_spread_plan(replace(problem, effort=_EFFORT * problem.effort), progress)
     except SlipstreamError:  # nothing fits the memory limit
         return whole
     chosen, other = (spread, whole) if spread.seconds < _WORTH * whole.seconds else (whole, spread)
     return replace(chosen, other_head=other)
 
 
-def _spread_if_it_fits(problem: JointProblem, on_progress: Progress, nothing_fits: SlipstreamError) -> JointPlan:
+def _spread_if_it_fits(problem: JointProblem, progress: ProgressReport, nothing_fits: SlipstreamError) -> JointPlan:
     try:
-        return _find_spread_plan(problem, on_progress)
+        return _find_spread_plan(problem, progress)
     except SlipstreamError:
         raise nothing_fits from None
 
 
-def _find_spread_plan(problem: JointProblem, on_progress: Progress) -> JointPlan:
+def _find_spread_plan(problem: JointProblem, progress: ProgressReport) -> JointPlan:
     """Returns the plan with the shortest simulated step where every rank has an equal part of the head's rows.
 
     The search is for a model whose head takes no time. Into its plans V, L and VW are put where ranks wait
     (`slipstream.schedule.spread_vocabulary`), and the whole is simulated. A memory limit is kept by the whole.
     """
     without = replace(problem, costs=WithoutHead(problem.costs), account=_account_of_parts(problem))
-    best = search_placements(without, on_progress)
+    best = search_placements(without, progress)
     plans = sorted((_spread(problem, plan) for plan in (best, *best.rejected)), key=lambda plan: plan.seconds)
     return replace(plans[0], rejected=tuple(plans[1:]))
 

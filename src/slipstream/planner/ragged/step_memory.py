@@ -19,9 +19,8 @@ _SPARED = 0.02  # of the limit, on every rank: an order with less room holds oth
 _COUNTS = (1, 4, 16)  # slices of a sequence that is alone
 
 
-def find_step_plan(problem: StepProblem) -> StepPlan:
-    """Returns the plan with the shortest simulated step that is found within the memory. The same problem gives the
-    same plan.
+def search_within_memory(problem: StepProblem) -> StepPlan:
+    """Returns the plan with the shortest simulated step that is found within the memory.
 
     A plan that holds too much is planned again with as much less room, and a little less on every rank. Where that
     leads nowhere, the sequences come one after the other, with the least memory. Where the order or the number of

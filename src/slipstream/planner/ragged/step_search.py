@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import inf
 
 import numpy as np
 
 from slipstream.array_types import Floats, Ints
+from slipstream.planner.best_first import BestFirst
 from slipstream.planner.order.given_order import given_order
 from slipstream.planner.order.list_scheduling import MeasuredOrder, PriorityRule
 from slipstream.planner.order.makespan_bounds import longest_paths, rank_bounds
@@ -114,14 +116,17 @@ class _StepSearch:
 
     def plan(self) -> StepPlan:
         """Returns the best order's plan."""
-        problem, steps = self.problem, [*candidates(self.problem)]
-        bounds = [lower_bound(problem, step) for step in steps]
+        problem = self.problem
+        waiting = BestFirst[SlicedStep]()
+        for step in candidates(problem):
+            waiting.add(lower_bound(problem, step), step)
         is_given = not problem.given.is_open("schedule")
         rules = [rule for rule in _FIRST if problem.split or rule.splitting == "none"]
-        for place in np.argsort(bounds, kind="stable").tolist():
-            if self.best and (bounds[place] >= self.best[0].seconds or self.effort < problem.effort / 3):
-                break
-            self._try(steps[place], orders_of(problem, steps[place]), (GIVEN,) if is_given else rules)
+        while (self.best is None or self.effort >= problem.effort / 3) and (
+            found := waiting.next_below(inf if self.best is None else self.best[0].seconds)
+        ):
+            _, step = found
+            self._try(step, orders_of(problem, step), (GIVEN,) if is_given else rules)
         if self.best is None:
             raise _nothing_fits(self.problem)
         if not is_given:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from heapq import heappop, heappush
-from itertools import count
+from collections.abc import Iterable, Iterator
 from math import inf
 
+from slipstream.planner.best_first import BestFirst
 from slipstream.planner.plan import Plan
+from slipstream.planner.progress import ProgressReport
 from slipstream.planner.search.bounds import PlanGroup, Promise
 from slipstream.planner.search.plan_space import PlanSpace
 from slipstream.planner.slicing.equal_stage_slicing import search_compiled
 
-ProgressReport = Callable[[str, int, int], None]  # the task, how many are done, out of how many (0: unknown)
 BoundedPlan = tuple[float, Plan]  # a lower bound of its step, in seconds
 
 _EVERY = 5000  # configurations between two reports of progress
@@ -26,26 +25,25 @@ class _Waiting:
     there are thousands, and few are asked for any."""
 
     def __init__(self) -> None:
-        self._number = count()  # those that are equally promising take turns as they came
-        self._entries: list[tuple[Promise | tuple[float], int, _Unopened | _Following]] = []
+        self._entries = BestFirst[_Unopened | _Following]()
 
-    def add(self, promise: Promise | tuple[float], entry: _Unopened | _Following) -> None:
-        heappush(self._entries, (promise, next(self._number), entry))
+    def add(self, least: float, entry: _Unopened) -> None:
+        self._entries.add(least, entry)
 
     def add_group(self, group: PlanGroup, choice: str = "", value: object = None) -> None:
         """Adds a group's configurations; of a varied `choice` those with another value alone."""
-        if (least := float(group.seconds.min(initial=inf))) < inf:
-            self.add((least,), (None, group.in_order(choice, value)))
+        self._entries.add(float(group.seconds.min(initial=inf)), (None, group.in_order(choice, value)))
 
     def next(self) -> BoundedPlan | _Unopened | None:
         """Removes and returns the most promising configuration, mesh or group; None where nothing is left."""
-        while self._entries:
-            (seconds, *_), _, entry = heappop(self._entries)
+        while found := self._entries.next_below(inf):
+            seconds, entry = found
             if isinstance(entry, (Plan, PlanGroup)):
                 return entry
             plan, others = entry
             if following := next(others, None):
-                self.add(following[0], (following[1], others))
+                (least, *then), after = following
+                self._entries.add(least, (after, others), tuple(then))
             if plan is not None:
                 return seconds, plan
         return None
@@ -140,4 +138,4 @@ class Frontier:
 
     def _add_unopened(self, found: _Unopened, seconds: float) -> None:
         self._unopened[found] = seconds
-        self._waiting.add((seconds,), found)
+        self._waiting.add(seconds, found)

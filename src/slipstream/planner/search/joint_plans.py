@@ -16,9 +16,9 @@ from operator import attrgetter
 
 from slipstream.cost import BY_LAYER, Degrees
 from slipstream.errors import SlipstreamError
-from slipstream.planner.joint import JointPlan, JointProblem, Tabulated, find_joint_plan
+from slipstream.planner.joint import JointPlan, JointProblem, Tabulated, search_jointly
 from slipstream.planner.plan import AUTO, OPEN, Plan
-from slipstream.planner.search.frontier import ProgressReport
+from slipstream.planner.progress import ProgressReport
 from slipstream.planner.search.plan_options import PlanOptions
 from slipstream.planner.search.plan_space import PlanSpace
 from slipstream.schedule import split_backwards
@@ -113,11 +113,8 @@ def _problem(space: PlanSpace, start: Plan, best: float) -> JointProblem:
 def _find(space: PlanSpace, start: Plan, problem: JointProblem, report: ProgressReport) -> JointPlan | None:
     """Returns the joint plan; None where nothing fits or is as fast."""
 
-    def show(share: float) -> None:
-        report("cuts and orders, percent", round(100 * share), 100)
-
     try:
-        return find_joint_plan(problem, show)
+        return search_jointly(problem, report)
     except SlipstreamError:
         return None
 

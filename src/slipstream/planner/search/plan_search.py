@@ -5,16 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from heapq import heappop, heappush, nsmallest
+from heapq import nsmallest
 from itertools import islice, product
 from math import inf, prod
 
-from slipstream.cost import WAYS, CostSource, Degrees
+from slipstream.cost import WAYS, Degrees
 from slipstream.errors import SlipstreamError
+from slipstream.planner.best_first import BestFirst
 from slipstream.planner.plan import CHOICES, Plan
 from slipstream.planner.plan_report import Alternative, PlanReport, Prediction
+from slipstream.planner.progress import ProgressReport
+from slipstream.planner.search.cluster_problem import ClusterProblem
 from slipstream.planner.search.evaluate import Evaluation
-from slipstream.planner.search.frontier import Frontier, ProgressReport
+from slipstream.planner.search.frontier import Frontier
 from slipstream.planner.search.joint_plans import is_wanted, joint_candidates, promising
 from slipstream.planner.search.misfit import (
     NOTHING_SPREAD,
@@ -23,7 +26,6 @@ from slipstream.planner.search.misfit import (
     nothing_joint,
     smallest_plans,
 )
-from slipstream.planner.search.plan_options import PlanOptions
 from slipstream.planner.search.plan_space import PlanSpace
 from slipstream.planner.search.schedule_shape import working_memory
 from slipstream.schedule import Schedule
@@ -38,37 +40,22 @@ _MOST_TRIED, _MOST_SCHEDULED = 150, 8
 
 
 @working_memory()
-def search_plans(
-    source: CostSource,
-    seq_len: int,
-    global_batch: int,
-    *,
-    options: PlanOptions | None = None,
-    progress: ProgressReport | None = None,
-) -> PlanReport:
-    """Returns the best plans for training on `global_batch` sequences of `seq_len` tokens per step.
+def search_meshes(problem: ClusterProblem, progress: ProgressReport) -> PlanReport:
+    """Returns the best plans for a training on a cluster.
 
     Lower bounds are computed for every mesh, and for the configurations of those that may have the next best. The most
     promising ones are simulated until no other can be faster, or `options.num_simulated` are simulated; the report's
     `gap` bounds the seconds that it may have missed.
-
-    Args:
-        source: the model on its hardware, with its costs there.
-        seq_len: tokens per sequence.
-        global_batch: sequences per step, over all devices.
-        options: the choices that are allowed.
-        progress: called with the current task, how many are done, and out of how many (0 where that is unknown).
 
     Raises:
         SlipstreamError: where no degrees divide the devices and the batch, or nothing fits the memory: by how much, on
             which rank, and the cheapest change with which something would fit.
     """
     began = time.perf_counter()
-    options = options or PlanOptions()
-    report = progress or (lambda *_: None)
-    space = PlanSpace(source, seq_len, global_batch, options)
-    frontier = Frontier(space, report)
-    run = _PlanSearch(space, frontier, report)
+    source, options = problem.source, problem.options
+    space = PlanSpace(source, problem.seq_len, problem.global_batch, options)
+    frontier = Frontier(space, progress)
+    run = _PlanSearch(space, frontier, progress)
     run.settle()
     run.search_jointly()
     best, alternatives = run.settle()
@@ -94,8 +81,8 @@ def search_plans(
         cluster=source.hardware,
         num_devices=source.num_devices,
         dtype=source.dtype,
-        seq_len=seq_len,
-        global_batch=global_batch,
+        seq_len=problem.seq_len,
+        global_batch=problem.global_batch,
         predictions=tuple(best),
         alternatives=tuple(alternatives),
         simulated=simulated,
@@ -131,7 +118,7 @@ class _PlanSearch:
     num_units: int = 0  # slices of stages in these schedules
     reached: int = 0  # how many of the frontier have been dealt with, or postponed
     over_bound: dict[_Kind, float] = field(default_factory=dict)  # least step of each kind, over its bound
-    postponed: list[tuple[float, int, float, Plan]] = field(default_factory=list)  # by what they may take
+    postponed: BestFirst[tuple[float, Plan]] = field(default_factory=BestFirst)  # with bounds, by what they may take
     known: dict[Plan, Prediction] = field(default_factory=dict)
 
     def settle(self) -> tuple[list[Prediction], list[Alternative]]:
@@ -175,9 +162,9 @@ class _PlanSearch:
             if expected < self._worst_reported():
                 self._simulate_bounded(bound, plan)
             else:
-                heappush(self.postponed, (expected, self.reached, bound, plan))
-        while self.postponed and not self._is_limited:
-            *_, bound, plan = heappop(self.postponed)
+                self.postponed.add(expected, (bound, plan))
+        while not self._is_limited and (next_one := self.postponed.next_below(inf)):
+            _, (bound, plan) = next_one
             if bound < self._worst_reported():
                 self._simulate_bounded(bound, plan)
 
@@ -266,8 +253,8 @@ class _PlanSearch:
 
     def gap(self, best: Prediction) -> float:
         """Returns by which share of the best step the most promising configuration left could be faster, at most."""
-        postponed = sorted(self.postponed, key=lambda entry: entry[2])
-        orders = ((entry[2:] for entry in postponed), self.frontier.starting(self.reached))
+        postponed = sorted(self.postponed, key=lambda entry: entry[0])
+        orders = (iter(postponed), self.frontier.starting(self.reached))
         left = (
             next((bound for bound, c in order if c not in self.seconds and c not in self.too_large), inf)
             for order in orders

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
-from itertools import count
 from math import inf, nextafter, sqrt
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -15,6 +13,7 @@ from numpy.typing import ArrayLike
 
 from slipstream.array_types import Floats, Ints
 from slipstream.errors import SlipstreamError
+from slipstream.planner.best_first import BestFirst
 from slipstream.planner.cuts import Cuts
 from slipstream.schedule import SlicedMicrobatch
 
@@ -286,9 +285,8 @@ def minimize(
         weight: K-1 for K stages.
         tolerance: the share of its cost by which the solution may cost more than the least.
     """
-    numbers = count()  # boxes with equal bounds are cut in the order in which they were added
     best, best_cost = solve((inf,) * len(lower)), inf
-    boxes: list[tuple[float, int, Limits, Limits, Solution[Choice]]] = []  # (bound, number, lower, limits, solution)
+    boxes = BestFirst[tuple[Limits, Limits, Solution[Choice]]]()  # of lower, limits, solution
 
     def add(lower: Limits, limits: Limits, solution: Solution[Choice]) -> None:
         nonlocal best, best_cost
@@ -297,11 +295,11 @@ def minimize(
             best, best_cost = solution, cost
         bound = solution.total + weight * sum(lower)
         if bound < best_cost and any(low < high for low, high in zip(lower, solution.maxima, strict=True)):
-            heapq.heappush(boxes, (bound, next(numbers), lower, limits, solution))
+            boxes.add(bound, (lower, limits, solution))
 
     add(lower, (inf,) * len(lower), best)
-    while boxes and boxes[0][0] < best_cost * (1 - tolerance):
-        bound, _, lower, limits, solution = heapq.heappop(boxes)
+    while found := boxes.next_below(best_cost * (1 - tolerance)):
+        bound, (lower, limits, solution) = found
         slack = (best_cost - bound) / weight  # maxima further over `lower` cost too much
         gaps = [min(slack, high - low) for low, high in zip(lower, solution.maxima, strict=True)]
         axis = max(range(len(gaps)), key=gaps.__getitem__)
