@@ -23,6 +23,7 @@ from slipstream.planner.search.frontier import Frontier
 from slipstream.planner.search.placed_partition import PlacedPartition
 from slipstream.planner.search.plan_options import PlanOptions
 from slipstream.planner.search.plan_space import PlanSpace
+from slipstream.planner.search.savings import SAVINGS, copies_of, never_slower
 from slipstream.planner.search.schedule_shape import NewestResults, ScheduleShape
 from slipstream.profile import count_model
 from slipstream.schedule import SCHEDULES, Op, make_schedule
@@ -75,6 +76,18 @@ def test_no_simulation_beats_a_bound(choice: int, number: int) -> None:
     assert prediction.peak_memory == pytest.approx(max(candidate.peaks()), rel=1e-12)
     assert sum(prediction.seconds_by_cause.values()) == pytest.approx(prediction.step_seconds)
     assert min(prediction.seconds_by_cause.values()) >= -1e-12
+
+
+@examples(25)
+@given(choice=st.integers(0, 10**9), number=st.sampled_from([0, 2]))
+def test_what_saves_less_memory_is_never_slower(choice: int, number: int) -> None:
+    """As each way to save memory says it of its values, where nothing is copied to a slow host meanwhile."""
+    space, found = bounds(number)
+    plan = found[choice % len(found)][2]
+    seconds = space.evaluate(plan).seconds
+    others = [*never_slower(plan)]
+    assert all(space.evaluate(other).seconds <= seconds * (1 + 1e-9) for other in others if not any(copies_of(other)))
+    assert {name for other in others for name in plan.differences(other)} <= {saving.choice for saving in SAVINGS}
 
 
 def test_a_bound_has_the_copies_to_the_host_and_back() -> None:

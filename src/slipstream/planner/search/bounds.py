@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
 from math import inf
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from slipstream.cost import BY_LAYER, REPLAYED, CostSource, Update
 from slipstream.planner.order.makespan_bounds import rank_bounds
 from slipstream.planner.plan import Plan
 from slipstream.planner.search.placed_partition import PlacedPartition
+from slipstream.planner.search.savings import SAVINGS, Savings
 from slipstream.planner.search.schedule_shape import ScheduleShape, cached_schedule
 from slipstream.planner.search.stage_times import Slicing, StageTimes
 from slipstream.schedule import (
@@ -41,19 +42,6 @@ class StageSizes:
     largest: Floats  # without recomputation, of each rank's largest stage
 
 
-class Savings(NamedTuple):
-    """The ways to save memory that a search may combine, of each those that cost least first."""
-
-    recompute: tuple[str, ...]
-    offload: tuple[float, ...]
-    shard: tuple[str, ...]
-
-    @property
-    def every(self) -> list[tuple[str, float, str]]:
-        """All combinations."""
-        return list(product(*self))
-
-
 @dataclass(frozen=True, eq=False)
 class GroupBounds:
     """The bounds of configurations with the same cut, which differ in their slices and in how they save memory.
@@ -66,7 +54,7 @@ class GroupBounds:
     sizes: StageSizes
     source: CostSource
     num_microbatches: int
-    updates: Sequence[Update]  # by kind of sharding
+    updates: Sequence[Update]  # of `savings.updates`
     splits_all: bool  # whether all backwards are I and W, or only those that send their result to another rank
     slicings: Sequence[Slicing]
     savings: Savings
@@ -79,20 +67,33 @@ class GroupBounds:
         the copies to the host and back, if longer. The last backward's gradient ends on another rank, with its tail.
 
         Args:
-            tails: seconds, (kind of sharding, rank).
+            tails: seconds, (update, rank).
         """
-        done, sent = (each[:, None] for each in self._last_action_ends)
-        own, least = tails[:, None, list(self.cut.placement)], tails.min(axis=-1)[:, None, None]
+        along, along_updates = partial(self.savings.along, "recompute"), self.savings.along_updates
+        done, sent = map(along, self._last_action_ends)
+        own = along_updates(tails[:, None, list(self.cut.placement)])
+        least = along_updates(tails.min(axis=-1)[:, None, None])
         ends = np.maximum(done + own, sent + least).max(axis=-1)
-        return self._by_slicing(np.maximum(ends[:, None], self._copy_seconds[:, :, None]))
+        return self._by_slicing(np.maximum(ends, self._copy_seconds))
 
     def _by_slicing(self, bounds: Floats) -> Floats:
-        # From recomputation, offload, sharding and slicing to (slicing, saving).
-        return bounds.reshape(-1, len(self.slicings)).T
+        # From an axis of each saving, and one of slicings, to (slicing, saving).
+        num_slicings = len(self.slicings)
+        every = np.array(np.broadcast_to(bounds, (*self.savings.shape, num_slicings)))
+        return every.reshape(-1, num_slicings).T
+
+    @cached_property
+    def _recomputations(self) -> tuple[str, ...]:
+        return self.savings.values["recompute"]
+
+    @cached_property
+    def _shares(self) -> Floats:
+        """The share of slices that is offloaded, with an axis of each saving."""
+        return self.savings.along("offload", np.array(self.savings.values["offload"]))
 
     @cached_property
     def _by_layer(self) -> Flags:
-        return np.array([what in BY_LAYER for what in self.savings.recompute])
+        return np.array([what in BY_LAYER for what in self._recomputations])
 
     @cached_property
     def _last_action_ends(self) -> tuple[Floats, Floats]:
@@ -102,7 +103,7 @@ class GroupBounds:
         The last slice of a microbatch isn't recomputed where its backward directly follows its forward, but then the
         rank waits in between for the stages after: the shorter of the two counts.
         """
-        times, cut, kinds = self.times, self.cut, self.savings.recompute
+        times, cut, kinds = self.times, self.cut, self._recomputations
         forward = np.repeat(times.compute[Op.F][None], len(kinds), axis=0)
         again, replay = np.zeros(forward.shape), np.zeros(forward.shape)
         for index, what in enumerate(kinds):
@@ -122,26 +123,25 @@ class GroupBounds:
 
     @cached_property
     def _copy_seconds(self) -> Floats:
-        """The seconds of a rank's copies to the host and back, (recomputation, offload, slicing).
+        """The seconds of a rank's copies to the host and back, by slicing, with an axis of each saving.
 
         A slice stays on the device where its backward follows too soon: on each rank at most one of a microbatch, on
         one of its stages; and on some rank of a pipeline at most two of all.
         """
-        host, shares = self.source.host, np.array(self.savings.offload)
+        host = self.source.host
         longest = np.array([max(slices, default=1) / max(1, sum(slices)) for slices in self.slicings])
-        slice_bytes = np.stack([self.sizes.kept[what].max() for what in self.savings.recompute])[:, None] * longest
+        slice_bytes = np.stack([self.sizes.kept[what].max() for what in self._recomputations])[:, None] * longest
         held = self.num_microbatches * self._kept
         sent = held.max(axis=1)[:, None] - self.num_microbatches * slice_bytes
         if len(set(self.cut.placement)) > 1:
             sent = np.maximum(sent, held.min(axis=1)[:, None] - 2 * slice_bytes)
         copied: Floats = 2 * np.maximum(0.0, sent) / (host.bandwidth if host else inf)
-        seconds: Floats = copied[:, None] * shares[:, None]
-        return seconds
+        return self.savings.along("recompute", copied) * self._shares[..., None]
 
     @cached_property
     def _kept(self) -> Floats:
         """The bytes that a microbatch keeps on each rank, (recomputation, rank)."""
-        return np.stack([self.cut.per_rank(self.sizes.kept[what]) for what in self.savings.recompute])
+        return np.stack([self.cut.per_rank(self.sizes.kept[what]) for what in self._recomputations])
 
     def least_bytes(self) -> Floats:
         """Returns lower bounds of the fullest rank's bytes, (slicing, saving): its state and one microbatch.
@@ -158,15 +158,16 @@ class GroupBounds:
         longest = np.array([max(slices, default=0) / max(1, sum(slices)) for slices in self.slicings])
         working = sizes.largest * longest[:, None] * ~by_layer
         whole = np.maximum(working, self._kept[:, None])
-        activations = np.stack([working if share else whole for share in self.savings.offload], axis=1)
+        along = partial(self.savings.along, "recompute")
+        activations = np.where(self._shares[..., None, None], along(working), along(whole))
         # a stage without backwards frees it after its forwards
         is_lone = np.array([len(slices) < 2 for slices in self.slicings])
         context = per_rank(sizes.context * self.cut.trains) * ~(by_layer & is_lone[:, None])
-        held = (activations + context[:, None])[:, :, None] + state_bytes[:, None]
+        held = activations + along(context) + self.savings.along_updates(state_bytes[:, None])
         return self._by_slicing(held.max(axis=-1))
 
 
-Promise = tuple[float, float, int, bool]  # least seconds of the step, then cheap ways of saving memory first
+Promise = tuple[float, ...]  # least seconds of the step, then cheap ways of saving memory first
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,7 +184,7 @@ class PlanGroup:
         least_seconds: of the step with any slices; infinite where that is too large.
     """
 
-    VARIED: ClassVar = ("schedule", "num_slices", "slicing", *Savings._fields)
+    VARIED: ClassVar = ("schedule", "num_slices", "slicing", *(saving.choice for saving in SAVINGS))
 
     first: Plan
     names: tuple[str, ...]
@@ -203,10 +204,9 @@ class PlanGroup:
 
     def in_order(self, choice: str = "", value: object = None) -> Iterator[tuple[Promise, Plan]]:
         """Yields those that may fit, the most promising first; of a varied `choice` those with another value alone."""
-        index, every = {what: place for place, what in enumerate(self.savings.recompute)}, self.savings.every
-        costs = [(offload, index[what], shard == "none") for what, offload, shard in every]
+        costs = self.savings.costs
         seconds, fits = self.seconds, np.isfinite(self.seconds)
-        keys = *np.broadcast_to(np.transpose(costs)[::-1, None], (3, *seconds.shape)), seconds
+        keys = *np.broadcast_to(np.transpose(costs)[::-1, None], (len(SAVINGS), *seconds.shape)), seconds
         places = np.flatnonzero(fits)[np.lexsort([key[fits] for key in keys])]
         # One after the other: of most groups few are asked for.
         for slicing, saving in (divmod(int(place), len(costs)) for place in places):
@@ -216,8 +216,9 @@ class PlanGroup:
                     yield promise, replace(self.first, **varied)
 
     def _varied(self, name: int, slicing: int, saving: int) -> dict[str, Any]:
-        varied = self.names[name], *self.slicings[slicing], *self.savings.every[saving]
-        return dict(zip(self.VARIED, varied, strict=True))
+        num_slices, how = self.slicings[slicing]
+        chosen = self.savings.every[saving]
+        return {"schedule": self.names[name], "num_slices": num_slices, "slicing": how, **chosen}
 
 
 _NOT_AWAY = 4  # slices of a rank that may be on the device

@@ -30,6 +30,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.planner.joint import JointProblem, spread_costs
 from slipstream.planner.plan import ALLOWED, Plan
 from slipstream.planner.search.placed_partition import PlacedPartition
+from slipstream.planner.search.savings import SAVINGS
 from slipstream.planner.search.schedule_shape import ScheduleShape, cached_schedule, with_savings
 from slipstream.planner.search.stage_times import Slicing, StageTimes, part_times, stage_times
 from slipstream.schedule import VOCABULARY, Op, Schedule
@@ -367,8 +368,10 @@ def _check_known(plan: Plan, costs: Costs, host: HostMemorySpec | None) -> None:
         raise SlipstreamError(
             f"the schedule {schedule.name!r} has {what}. Give one of compute actions alone, with equal microbatches."
         )
-    if plan.offload and host is None:
-        raise SlipstreamError(f"offload={plan.offload:g} without a host: give its memory as `host`, or offload=0.")
+    for saving in SAVINGS if host is None else ():
+        if saving.copies(value := getattr(plan, saving.choice)):
+            without, instead = saving.setting(value), saving.setting(saving.fastest)
+            raise SlipstreamError(f"{without} without a host: give its memory as `host`, or {instead}.")
     own, theirs = plan.degrees.comparable, costs.degrees.comparable
     if (own, plan.microbatch_size) != (theirs, costs.microbatch_size):
         raise SlipstreamError(

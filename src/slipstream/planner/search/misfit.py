@@ -98,7 +98,6 @@ def smallest_plans(space: PlanSpace) -> list[Plan]:
     slices = space.longest >= space.seq_len and space.options.allows("slicing", "equal-time")
     saving: dict[str, Any] = {
         "recompute": space.source.recomputations[-1:],
-        "offload": (0.0, 1.0) if space.source.host else None,
         "microbatch_size": (min(space.source.microbatch_sizes or (1,)),),
         "num_slices": (1, 8) if slices else None,
         "slicing": ("equal-time",),

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from heapq import nsmallest
-from itertools import islice, product
+from itertools import islice
 from math import inf, prod
 
-from slipstream.cost import WAYS, Degrees
+from slipstream.cost import WAYS
 from slipstream.errors import SlipstreamError
 from slipstream.planner.best_first import BestFirst
 from slipstream.planner.plan import CHOICES, Plan
@@ -27,6 +27,7 @@ from slipstream.planner.search.misfit import (
     smallest_plans,
 )
 from slipstream.planner.search.plan_space import PlanSpace
+from slipstream.planner.search.savings import copies_of, never_slower
 from slipstream.planner.search.schedule_shape import working_memory
 from slipstream.schedule import Schedule
 from slipstream.simulator import simulate
@@ -215,7 +216,7 @@ class _PlanSearch:
         """Returns the step's seconds; None where it doesn't fit, or where another one fits that is never slower."""
         if plan in self.seconds:
             return self.seconds[plan]
-        if plan in self.too_large or any(other in self.seconds for other in _cheaper(plan)):
+        if plan in self.too_large or any(other in self.seconds for other in never_slower(plan)):
             return None
         if not self.space.may_fit(plan) or not self.space.fits(candidate := self._schedule(plan)):
             self.too_large.add(plan)
@@ -279,29 +280,10 @@ class _PlanSearch:
         return min(found, key=self.seconds.__getitem__, default=None)
 
 
-_Kind = tuple[Degrees, int, int, int, str, int, bool]
+_Kind = tuple[object, ...]
 
 
 def _kind(plan: Plan) -> _Kind:
     """Returns what decides how close a bound is: the mesh, the order, and whether copies to the host take time too."""
-    degrees, of_mesh = plan.degrees, (plan.pipeline_parallel, plan.data_parallel, plan.microbatch_size)
-    return degrees, *of_mesh, plan.schedule_name, plan.stages_per_rank, plan.offload > 0
-
-
-# Kinds of recomputation by how little they hold, each with those that are never slower.
-_SAVINGS = {
-    "none": ("none",),
-    "selective": ("none", "selective"),
-    "full": ("none", "selective", "full"),
-    "stage": ("none", "selective", "stage"),
-    "stage+full": ("none", "selective", "full", "stage", "stage+full"),
-}
-
-
-def _cheaper(plan: Plan) -> Iterator[Plan]:
-    """Yields the configuration with less saving of memory at the cost of time."""
-    shards = {plan.shard, "optimizer"}
-    for recompute, offload, shard in product(_SAVINGS[plan.recompute], {0.0, plan.offload}, shards):
-        other = replace(plan, recompute=recompute, offload=offload, shard=shard)
-        if other != plan:
-            yield other
+    of_mesh = plan.degrees, plan.pipeline_parallel, plan.data_parallel, plan.microbatch_size
+    return *of_mesh, plan.schedule_name, plan.stages_per_rank, copies_of(plan)

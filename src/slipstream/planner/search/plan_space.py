@@ -20,18 +20,16 @@ from slipstream.cost import (
     Stage,
     Update,
     all_degrees,
-    divided_by,
     kinds_by_layer,
     partition_of,
     parts_of,
-    possible_shards,
     unit_bounds,
 )
 from slipstream.errors import SlipstreamError
 from slipstream.planner.joint import JointPlan
-from slipstream.planner.plan import AUTO, OPEN, Plan, placement_of
+from slipstream.planner.plan import AUTO, ONE_DEVICE, OPEN, Plan, placement_of
 from slipstream.planner.plan_report import Prediction
-from slipstream.planner.search.bounds import GroupBounds, MemoryBound, PlanGroup, Savings, StageSizes
+from slipstream.planner.search.bounds import GroupBounds, MemoryBound, PlanGroup, StageSizes
 from slipstream.planner.search.evaluate import (
     GROUPS,
     Evaluation,
@@ -43,6 +41,7 @@ from slipstream.planner.search.evaluate import (
 )
 from slipstream.planner.search.placed_partition import PlacedPartition, balanced_layers
 from slipstream.planner.search.plan_options import PlanOptions
+from slipstream.planner.search.savings import SAVINGS, Savings
 from slipstream.planner.search.schedule_shape import ScheduleShape, cached_schedule, with_savings
 from slipstream.planner.search.slice_choices import SliceChoices, sequence_seconds
 from slipstream.planner.search.stage_times import Slicing, StageTimes, first_others_last, part_times, stage_times
@@ -362,7 +361,7 @@ class PlanSpace:
     def groups(self, mesh: Plan) -> Iterator[PlanGroup]:
         """Yields the configurations of a mesh whose slices take equal time, those with the same cut together."""
         degrees, pipeline, data, size = mesh.degrees, mesh.pipeline_parallel, mesh.data_parallel, mesh.microbatch_size
-        savings = self._savings(mesh)
+        savings = Savings.tried(self.options, self.source, mesh)
         if not savings.every:
             return
         counts = (
@@ -375,17 +374,14 @@ class PlanSpace:
                 placement = placement_of(name, pipeline, stages_per_rank)
                 alike.setdefault((placement, SCHEDULES[name].splits), []).append(name)
             for same in alike.values():
-                recompute, offload, shard = savings.every[0]
                 unsliced = replace(
                     mesh,
                     stages_per_rank=stages_per_rank,
                     schedule=same[0],
                     num_slices=1,
                     slicing="equal-time",
-                    recompute=recompute,
-                    offload=offload,
-                    shard=shard,
                     vocabulary="whole",
+                    **savings.every[0],
                 )
                 yield self._group(unsliced, tuple(same), slicings, savings)
 
@@ -418,12 +414,12 @@ class PlanSpace:
             sizes=self.sizes(cut),
             source=self.source,
             num_microbatches=self.num_microbatches(first),
-            updates=[self.update(replace(first, shard=shard)) for shard in savings.shard],
+            updates=[self.update(replace(first, **chosen)) for chosen in savings.updates],
             splits_all=SCHEDULES[first.schedule_name].splits,
             slicings=(*lengths, ()),
             savings=savings,
         )
-        tails = [self.tails(replace(first, shard=shard)).sum(axis=0) for shard in savings.shard]
+        tails = [self.tails(replace(first, **chosen)).sum(axis=0) for chosen in savings.updates]
         sizes, seconds = bounds.least_bytes(), bounds.least_seconds(np.stack(tails))
         if not cut.costs.whole_is_least:
             seconds[-1] = self.least_seconds(first)
@@ -435,7 +431,8 @@ class PlanSpace:
         """Returns the least weights, gradients and optimizer state that a rank of a mesh may have, if all had as
         much; infinite where no way to save memory is allowed."""
         has_more = self.global_batch > mesh.data_parallel * mesh.microbatch_size
-        updates = {self.update(replace(mesh, shard=shard)) for _, _, shard in self._savings(mesh).every}
+        savings = Savings.tried(self.options, self.source, mesh)
+        updates = {self.update(replace(mesh, **chosen)) for chosen in savings.updates}
         states = (self._state(mesh.degrees, mesh.microbatch_size, update, has_more) for update in updates)
         return min(states, default=inf) / mesh.pipeline_parallel
 
@@ -445,20 +442,6 @@ class PlanSpace:
         costs, layers, state = self.costs(degrees, size), range(len(self.source.kinds)), update.held
         held = costs.weight_bytes(layers, state.weights) + has_more * state.gradients * costs.num_trained(layers)
         return held + state.optimizer * costs.num_optimized(layers, update)
-
-    def _savings(self, mesh: Plan) -> Savings:
-        """Returns the ways to save memory, those that cost nothing first.
-
-        A run gathers sharded parameters once a step, which takes as long and holds as much as ZeRO-1 does at its
-        fullest: so they are tried only where they are asked for, and where training doesn't refuse them.
-        """
-        recomputations = [w for w in self.source.recomputations if self.options.allows("recompute", w)]
-        offloads = self.options.values("offload", (0.0, 1.0) if self.source.host else (0.0,))
-        may_be = possible_shards(mesh.num_copies, divided_by(mesh.degrees))
-        shards = [shard for shard in may_be if self.options.allows("shard", shard)]
-        if "shard" not in self.options.allowed and "parameters" in shards:
-            shards.remove("parameters")
-        return Savings(tuple(recomputations), tuple(offloads), tuple(shards))
 
 
 def _allows(kind: ScheduleKind, stages: int) -> bool:
@@ -473,7 +456,8 @@ def _is_dominated(kind: ScheduleKind, num_microbatches: int) -> bool:
 def _check_known(source: CostSource, options: PlanOptions) -> None:
     """Refuses choices that the model doesn't allow, or whose times the source doesn't know."""
     for choice, reason in source.refusals.items():
-        harmless = 1, "none", "optimizer", "whole"  # a degree, a kind of sharding, and a head
+        fastest = [saving.fastest for saving in SAVINGS if saving.choice == choice]
+        harmless = ONE_DEVICE.choice(choice), *fastest
         refused = [value for value in options.values(choice) if value not in harmless]
         if refused:
             raise SlipstreamError(f"{choice}={max(refused)} can't be planned for {source.name}. {reason}")
@@ -483,12 +467,12 @@ def _check_known(source: CostSource, options: PlanOptions) -> None:
             f"recompute={unknown[0]!r} can't be predicted for {source.hardware}: its times were not measured. Use "
             f"{' or '.join(source.recomputations)}."
         )
-    offloads = options.values("offload")
-    if source.host is None and any(offloads):
-        raise SlipstreamError(
-            f"offload={max(offloads):g} can't be predicted for {source.hardware}: copies to the host were not "
-            "measured. Use 0, or plan on a described cluster."
-        )
+    for saving in SAVINGS if source.host is None else ():
+        if copied := [value for value in options.values(saving.choice) if saving.copies(value)]:
+            raise SlipstreamError(
+                f"{saving.setting(max(copied))} can't be predicted for {source.hardware}: copies to the host were not "
+                f"measured. Use {saving.number(saving.fastest)}, or plan on a described cluster."
+            )
 
 
 def _mesh(degrees: Degrees, pipeline: int, data: int, size: int) -> Plan:
