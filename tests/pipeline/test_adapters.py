@@ -200,6 +200,10 @@ def test_a_schedule_of_a_run_may_be_given_again() -> None:
     assert again.num_frozen_stages == 1
     pipe = make_pipe(adapted(lora(layers_to_transform=[3])), again, slices=SLICES)
     assert pipe_error(pipe, expected) < BOUND
+    for name, parameter in pipe.named_parameters():
+        parameter.requires_grad_(name == "model.embed_tokens.weight")
+    with refused("requires_grad of model.embed_tokens.weight was False when"):
+        pipe.step(tokens(), labels_of(tokens()))
     with refused("no backwards of its first 1 stages, but stage 0 has trained"):
         make_pipe(adapted(lora()), again, slices=SLICES)
 

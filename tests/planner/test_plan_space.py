@@ -418,7 +418,7 @@ def test_a_plan_of_frozen_layers_is_cut_for_what_runs(schedule: str, stages: int
         slices=3,
         partition=list(partition_of(frozen.cut.bounds, 1)),
     )
-    assert frozen.cut.num_frozen == pipe.layout.num_frozen_stages > 0
+    assert frozen.schedule.num_frozen_stages == pipe.layout.num_frozen_stages > 0
     assert [*map(list, frozen.schedule.actions)] == computed_rows(pipe)
     trained = partly.layers[1].num_parameters + partly.head.num_parameters
     state, table = frozen.update.state, frozen.table

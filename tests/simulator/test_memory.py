@@ -16,6 +16,7 @@ from slipstream.schedule import (
     add_communication,
     add_offload,
     add_recompute,
+    forward_only,
     freeze_stages,
     gpipe,
     make_schedule,
@@ -306,6 +307,14 @@ def test_a_frozen_stage_keeps_a_microbatch_s_context_until_its_last_forward() ->
     held = {(each.action.stage, each.action.slice): each.during[MemoryKind.CONTEXT] for each in forwards}
     assert held == {(stage, index): 5 * (index == 0) for stage in (0, 2) for index in range(2)}
     assert first.moments[-1].after == pools(schedule, found)[0]
+
+
+def test_an_evaluation_keeps_a_microbatch_s_context_until_its_last_forward() -> None:
+    schedule = forward_only(gpipe(2, 3, 2))
+    account = memory_of(schedule, MemoryTable(footprints_of(schedule, 0), context=dict.fromkeys(range(2), 5)))
+    for rank in account:
+        held = [moment.during[MemoryKind.CONTEXT] for moment in rank.moments if moment.action.op is Op.F]
+        assert held == [0, 5] * 3  # none is left of an earlier microbatch
 
 
 def test_a_unit_that_the_table_lacks() -> None:

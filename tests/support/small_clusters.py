@@ -44,7 +44,7 @@ def with_frozen(model: ModelCount, num_frozen: int) -> ModelCount:
     def frozen(part: PartCount) -> PartCount:
         ops = {Op.F: part.ops[Op.F], Op.I: OpCount(), Op.W: OpCount()}
         calls = tuple(replace(call, has_gradient=False) for call in part.attentions)
-        sizes = {"num_frozen": part.num_parameters, "activation_bytes": 0.0}
+        sizes = {"num_untrained": part.num_parameters, "activation_bytes": 0.0}
         return replace(part, ops=ops, attentions=calls, has_backward=False, **sizes)  # type: ignore[arg-type]
 
     (layer,), num_layers = model.layers, len(model.kinds)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from slipstream.array_types import Floats
+from slipstream.array_types import Flags, Floats, Ints
 from slipstream.cost.action_bytes import ActionBytes
 from slipstream.cost.profile import Profile
 from slipstream.cost.sharing import EXCHANGES, Copies, Divided, divided_by
@@ -265,6 +265,11 @@ class Costs(ABC):
     def has_backward(self, stage: Stage) -> bool:
         """Returns whether a stage has a trained parameter, or one below it has."""
         return self.parts_of(stage).stop > self.num_frozen_parts
+
+    def trains_below(self, bounds: Sequence[int] | Ints) -> Flags:
+        """Marks the parts below which something is trained: a stage that ends there has a backward, and one that begins
+        there sends gradients to the stage before."""
+        return np.asarray(np.asarray(bounds) > self.num_frozen_parts)
 
     def has_head(self, stage: Stage) -> bool:
         """Returns whether the head is among a stage's parts."""

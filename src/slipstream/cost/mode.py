@@ -255,10 +255,10 @@ class PartlyTrained(Mode):
     def each_number(self) -> Numbers:
         before, now = self._held(lambda part: (part.num_parameters, part.num_in_experts))
         numbers = self.costs.each_number.all[self._measured] + (now - before).round()
-        _, frozen = self._held(lambda part: (part.num_frozen, part.num_in_experts - part.num_trained_in_experts))
+        _, untrained = self._held(lambda part: (part.num_untrained, part.num_in_experts - part.num_trained_in_experts))
         _, in_experts = self._held(lambda part: (part.num_trained_in_experts, part.num_trained_in_experts))
         spread = in_experts.round() * (self.divided.experts > 1)
-        return Numbers(numbers, np.maximum(0.0, numbers - frozen.round()), spread)
+        return Numbers(numbers, np.maximum(0.0, numbers - untrained.round()), spread)
 
     def each_weight(self, each: float) -> Floats:
         _, saved = self._held(lambda part: (part.saved_bytes(each), 0.0))

@@ -31,7 +31,7 @@ _NONE = Amount()
 _AMOUNTS = ("flops", "matmul_bytes", "hidden_depth", "other_depth", "wide_bytes", "other_bytes")  # of an OpCount
 # of a PartCount
 _SIZES = (
-    *("num_parameters", "num_frozen", "num_quantised", "num_in_experts", "num_trained_in_experts"),
+    *("num_parameters", "num_untrained", "num_quantised", "num_in_experts", "num_trained_in_experts"),
     *("activation_bytes", "wide_activation_bytes", "product_bytes", "state_bytes"),
 )
 
@@ -97,7 +97,7 @@ class PartCount:
     product_bytes: float = 0.0  # per token: outputs of products and attention, kept by selective recomputation
     state_bytes: float = 0.0  # of each slice and row: the states left to the next slice besides keys and values
     is_half: bool = False  # whether it is the attention half or the feed-forward half of a layer
-    num_frozen: int = 0  # of its parameters, those that aren't trained
+    num_untrained: int = 0  # of its parameters
     num_quantised: int = 0  # of those, the ones that are kept in 4 bits
     dequantised_bytes: float = 0.0  # of the largest weight that it makes of them, while it multiplies
     has_backward: bool = True  # whether it, or a part below, has a trained one
@@ -110,7 +110,7 @@ class PartCount:
     @property
     def num_trained(self) -> int:
         """The number of its parameters that are trained."""
-        return self.num_parameters - self.num_frozen
+        return self.num_parameters - self.num_untrained
 
     def saved_bytes(self, each: float) -> float:
         """Returns how many bytes 4 bits take less than parameters that take `each`."""
@@ -124,7 +124,7 @@ class PartCount:
         W are as they were counted.
         """
         forward = self.ops[Op.F].flops
-        if not self.num_frozen:
+        if not self.num_untrained:
             return Amount(3 * forward.constant, 3 * forward.per_token)
         flops = [self.ops[op].flops for op in (Op.F, Op.I, Op.W)]
         return Amount(sum(one.constant for one in flops), sum(one.per_token for one in flops))
@@ -218,14 +218,15 @@ class ModelCount:
         kinds = Counter(self.parts[part] for part in self.parts_of(stage))
         return tuple((count, self.of_kind[kind]) for kind, count in sorted(kinds.items()))
 
-    def has_backward(self, stage: Stage) -> bool:
-        """Returns whether a stage has a trained parameter, or one below it has."""
-        return self.parts_of(stage).stop > self.num_frozen_parts
-
     @cached_property
     def num_frozen_parts(self) -> int:
         """The number of first parts without a backward."""
         return next(index for index, kind in enumerate(self.parts) if self.of_kind[kind].has_backward)
+
+    @property
+    def layers_without_backward(self) -> float:
+        """The number of first layers without a backward; one whose first half alone has none counts as 0.5."""
+        return max(0, self.num_frozen_parts - 1) / self.units_per_layer
 
     @property
     def num_trained(self) -> int:

@@ -93,12 +93,13 @@ class CountedSource:
         model = self.model
         if model.num_trained == model.num_parameters:
             return ()
-        layers = max(0, model.num_frozen_parts - 1) / model.units_per_layer
-        ends = "the embedding runs" if not layers else f"the embedding and the first {layers:g} layers run"
-        ends = f"{ends} forward only: no activations are kept and no gradient is sent to them"
+        layers = model.layers_without_backward
+        run = "the embedding runs" if not layers else f"the embedding and the first {layers:g} layers run"
+        below = f"; {run} forward only: no activations are kept and no gradient is sent to them"
+        below = "" if model.embedding.has_backward else below
         return (
             f"{model.num_trained:,} of {model.num_parameters:,} parameters train: gradients and optimizer state are "
-            f"theirs alone, and frozen layers have no weight gradient{f'; {ends}' if model.num_frozen_parts else ''}.",
+            f"theirs alone, and frozen layers have no weight gradient{below}.",
         )
 
     def notes(self) -> tuple[str, ...]:

@@ -36,7 +36,7 @@ from slipstream.pipeline.execution import (
 from slipstream.pipeline.families import ExecutedStep, ModelFamily, StageLayout
 from slipstream.pipeline.families.causal_lm import CausalLMFamily
 from slipstream.pipeline.families.layer_sequence import SequenceFamily
-from slipstream.pipeline.families.stage_layout import check_frozen, count_frozen
+from slipstream.pipeline.families.stage_layout import check_frozen, leave_out_frozen
 from slipstream.pipeline.gathered_state import gather_state
 from slipstream.pipeline.memory import MemoryLimit, RehearsedStep
 from slipstream.pipeline.parameters import Parameters
@@ -99,14 +99,13 @@ class PipelineRuntime:
             for module in stage.model.modules()
             if not module.training
         ]
-        num_frozen = count_frozen(self.stages, self.ranks, self.layout.order)
-        # Their backwards are left out, but not where "auto" measures them, nor of a schedule whose messages are given,
-        # nor where gradients go past stages.
+        # Backwards of frozen stages are left out, but not where "auto" measures them, nor of a schedule whose messages
+        # are given, nor where gradients go past stages.
         settings = self.planned.settings
         is_timed = settings.reorders and not settings.is_counted
         keeps_all = is_timed or self.layout.order.is_lowered or self.layout.spreads_embedding
-        if self.family.leaves_out_frozen and not keeps_all:
-            self.layout = replace(self.layout, num_frozen_stages=num_frozen)
+        keeps_all = keeps_all or not self.family.leaves_out_frozen
+        self.layout = leave_out_frozen(self.layout, self.stages, self.ranks, keeps_all)
         lay_out = lru_cache(_MOST_LAYOUTS)(partial(_with_order, self.layout))
         holders = self.family.weight_holders(self.layout) if self.ranks.pipeline.size > 1 else {}
         self.parameters = Parameters(self.stages, self.ranks, self.tensor_parallel, holders, options)
@@ -259,8 +258,8 @@ class PipelineRuntime:
                     f"step within {within} would give no gradients: call it outside of that. pipe.evaluate gives the "
                     "loss alone."
                 )
-            if self.layout.num_frozen_stages:
-                check_frozen(self.stages, self.layout)
+            if planned.layout.training.num_frozen_stages:
+                check_frozen(self.stages, planned.layout.training)
             # Ranks that share slices draw by their part.
             seed = keyed_seed(*self.random_state, self.ranks.data.rank)
             batch: Any = self.family.split(whole, planned.microbatches, seed, planned.groups)

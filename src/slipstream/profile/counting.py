@@ -178,7 +178,7 @@ def _count_part(
         activation_bytes=(long.saved_bytes - short.saved_bytes) / num_tokens,
         product_bytes=line(Op.F, "product_bytes").per_token + attended,
         state_bytes=sum(recorded[-1].state_bytes[name] for name in modules),
-        num_frozen=sum(p.numel() for p in long.parameters if not p.requires_grad) + long.num_packed,
+        num_untrained=sum(p.numel() for p in long.parameters if not p.requires_grad) + long.num_packed,
         num_quantised=sum(linear.num_weights for linear in long.quantised),
         dequantised_bytes=itemsize * max((linear.num_weights for linear in long.quantised), default=0),
         has_backward=long.has_backward,

@@ -270,11 +270,17 @@ class ActionArrays(ActionRows):
         return producer
 
     @cached_property
+    def trains(self) -> Flags:
+        """Whether the stage of every action has backwards."""
+        flags: Flags = np.array([*map(self.schedule.trains, range(self.schedule.num_stages))])[self.stage]
+        return flags
+
+    @cached_property
     def context_marks(self) -> ContextMarks:
         """When the context of each microbatch comes and goes."""
         chain = self.stage * self.schedule.num_microbatches + self.microbatch
         forward, backward = self.is_one_of(Op.F), self.is_one_of(Op.B, Op.I)
-        last = np.where(self.stage < self.schedule.num_frozen_stages, forward, backward)
+        last = np.where(self.trains, backward, forward)
         closes = first_of(chain[::-1], last[::-1])[::-1]
         return ContextMarks(first_of(chain, forward), first_of(chain, backward), closes)
 
@@ -348,7 +354,7 @@ class ActionArrays(ActionRows):
         used = np.full((self.schedule.num_stages, sum(self.schedule.slice_counts)), len(self.op))
         users = np.flatnonzero(self.is_one_of(Op.R, Op.B, Op.I))
         np.minimum.at(used, (self.stage[users], self.slices[users]), users)
-        forward = np.flatnonzero(self.is_one_of(Op.F) & (self.stage >= self.schedule.num_frozen_stages))
+        forward = np.flatnonzero(self.is_one_of(Op.F) & self.trains)
         needed = used[self.stage[forward], self.slices[forward]]
         # Only where anything runs while the activations are away.
         possible = needed - ahead > forward + 1

@@ -56,7 +56,8 @@ def without_communication(schedule: Schedule) -> Schedule:
 
 
 def freeze_stages(schedule: Schedule, number: int) -> Schedule:
-    """Leaves out the backwards of the first stages, of which nothing is trained. Two frozen stages of three:
+    """Leaves out the backwards of the first stages, of which nothing is trained, where a schedule still has them. Two
+    frozen stages of three:
 
     rank 0  F0.0 F0.1                      (no B)
     rank 1       F0.0 F0.1                 (no B)
@@ -66,6 +67,8 @@ def freeze_stages(schedule: Schedule, number: int) -> Schedule:
         raise ScheduleError(
             f"{schedule.name} has {number} frozen stages of {schedule.num_stages}; at least the last one has backwards."
         )
+    if number <= schedule.num_frozen_stages:
+        return schedule
     arrays = _arrays(schedule)
     backward = arrays.is_one_of(*BACKWARDS, Op.R, Op.OFFLOAD, Op.RELOAD, Op.REDUCE_GRAD)
     return arrays.only(~backward | (arrays.stage >= number))

@@ -191,7 +191,7 @@ class OrderBytes:
         """
         arrays, op, (before, here, after) = self.arrays, self.arrays.op, self._neighbours
         opens, begins, closes = (marks.astype(int) for marks in arrays.context_marks)
-        ends = closes * (arrays.stage >= arrays.schedule.num_frozen_stages)
+        ends = closes * arrays.trains
         forward, backward = op == _F, (op == _B) | (op == _I)
         results = (forward & (after >= 0)).astype(int)
         results += backward & (arrays.stage > arrays.schedule.num_frozen_stages)
@@ -233,7 +233,7 @@ class OrderBytes:
     @cached_property
     def _needs_no_input(self) -> Flags:
         # After the forward, others work on a copy, or there are none.
-        return (self.arrays.stage < self.arrays.schedule.num_frozen_stages) | self.arrays.has(Op.OFFLOAD)
+        return ~self.arrays.trains | self.arrays.has(Op.OFFLOAD)
 
     @cached_property
     def _messages(self) -> MessageArrays:

@@ -129,7 +129,7 @@ def activation_peaks(schedule: Schedule, cost: CostModel) -> list[float]:
     from slipstream.simulator.memory_account import row_peaks
 
     arrays = _arrays(without_communication(schedule), cost)
-    trains = np.array([schedule.trains(stage) for stage in range(schedule.num_stages)])[arrays.stage]
+    trains = arrays.trains
 
     def of_slices(value: Callable[[Action], float]) -> Floats:
         return arrays.each(lambda action: value(action.with_op(Op.F)), among=trains)

@@ -87,7 +87,7 @@ def partly_trained() -> ModelCount:
         ops = {Op.F: full, Op.I: full if has_backward else OpCount(), Op.W: added}
         adapter = round(more * part.num_parameters)
         calls = tuple(replace(call, has_gradient=has_backward) for call in part.attentions)
-        sizes = {"num_parameters": part.num_parameters + adapter, "num_frozen": part.num_parameters}
+        sizes = {"num_parameters": part.num_parameters + adapter, "num_untrained": part.num_parameters}
         return replace(part, ops=ops, attentions=calls, has_backward=has_backward, **sizes)  # type: ignore[arg-type]
 
     layer = WHOLE.layers[0]
@@ -104,6 +104,7 @@ def test_times_are_scaled_to_what_is_computed() -> None:
     everything = MeasuredCosts(PROFILE)
     costs = PartlyTrained(everything, WHOLE, partly_trained())
     assert costs.num_frozen_parts == 4
+    assert costs.trains_below([0, 2, 4, 5, 8]).tolist() == [False, False, False, True, True]
     whole, sliced = (SlicedUnits(each, (32, 32), NO_LINK) for each in (everything, costs))
     before, now = ({op: each.seconds(op)[0] for op in OPS} for each in (whole, sliced))
     below, above, head = slice(0, 4), slice(4, 7), 7
@@ -137,7 +138,7 @@ def test_of_experts_that_are_spread_a_rank_trains_its_own() -> None:
     def mixture(part: PartCount) -> PartCount:
         trained = part.num_trained // 2
         return replace(
-            part, num_in_experts=100 * million + trained * (part.num_frozen > 0), num_trained_in_experts=trained
+            part, num_in_experts=100 * million + trained * (part.num_untrained > 0), num_trained_in_experts=trained
         )
 
     whole, part = (replace(each, layers=tuple(map(mixture, each.layers))) for each in (WHOLE, partly_trained()))

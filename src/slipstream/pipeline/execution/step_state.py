@@ -258,7 +258,7 @@ def _specs(
     stage, piece = stages[g], state.batch.slices[m][i]
     inwards = op in (Op.RECV_F, Op.SEND_B)  # of its forward
     specs = stage.receives(piece) if inwards else stage.sends(piece)
-    if inwards and 0 < g == schedule.num_frozen_stages:  # nobody below needs their gradients
+    if inwards and 0 < g <= schedule.num_frozen_stages:  # nobody below needs their gradients
         specs = tuple(spec._replace(needs_gradient=False) for spec in specs)
     return specs if op in (Op.RECV_F, Op.SEND_F) else [spec for spec in specs if spec.needs_gradient]
 

@@ -67,7 +67,7 @@ class StageLayout:
     @cached_property
     def _extended(self) -> Schedule:
         schedule = self.order
-        if self.num_frozen_stages > schedule.num_frozen_stages and not schedule.is_lowered:
+        if not schedule.is_lowered:
             schedule = freeze_stages(schedule, self.num_frozen_stages)
         schedule = _with_less_memory(schedule, self.recompute, self.offload)
         if self.spreads_vocabulary and not schedule.spreads_vocabulary:
@@ -148,9 +148,16 @@ def _with_less_memory(schedule: Schedule, recompute: RecomputePolicy | None, off
     return add_offload(schedule, offload) if offload else schedule
 
 
-def count_frozen(stages: Mapping[int, PipelineStage], ranks: Ranks, schedule: Schedule) -> int:
-    """Returns how many of the first stages have no trained parameter. Collective. `schedule` may have frozen stages by
-    itself; raises SlipstreamError where these are trained."""
+def leave_out_frozen(
+    layout: StageLayout, stages: Mapping[int, PipelineStage], ranks: Ranks, keeps_all: bool
+) -> StageLayout:
+    """Returns the layout without the backwards of the first stages, as far as these have no trained parameter; as it is
+    with `keeps_all`. Collective.
+
+    Raises:
+        SlipstreamError: where the order has no backwards of a stage that is trained.
+    """
+    schedule = layout.order
     trained = [stage_index for stage_index, stage in stages.items() if _is_trained(stage)]
     every = [stage_index for numbers in ranks.pipeline.gather(trained) for stage_index in numbers]
     first = min(every, default=0)
@@ -159,14 +166,14 @@ def count_frozen(stages: Mapping[int, PipelineStage], ranks: Ranks, schedule: Sc
             f"the schedule {schedule.name!r} has no backwards of its first {schedule.num_frozen_stages} stages, "
             f"but stage {first} has trained parameters. Freeze them, or give a schedule with all backwards."
         )
-    return first
+    return layout if keeps_all else replace(layout, num_frozen_stages=first)
 
 
-def check_frozen(stages: Mapping[int, PipelineStage], layout: StageLayout) -> None:
-    """Raises SlipstreamError where a parameter is trained now of a stage whose backwards are left out."""
-    for stage_index in range(layout.num_frozen_stages):
-        if stage_index in stages and _is_trained(stages[stage_index]):
-            names = [name for name, parameter in stages[stage_index].named_parameters() if parameter.requires_grad]
+def check_frozen(stages: Mapping[int, PipelineStage], schedule: Schedule) -> None:
+    """Raises SlipstreamError where a parameter is trained now of a stage without backwards."""
+    for stage_index, stage in stages.items():
+        if not schedule.trains(stage_index) and _is_trained(stage):
+            names = [name for name, parameter in stage.named_parameters() if parameter.requires_grad]
             raise SlipstreamError(
                 f"requires_grad of {names[0]} was False when the Pipeline was made, so no gradient comes to stage "
                 f"{stage_index}; now it is True. Let every parameter that is ever trained have requires_grad=True "

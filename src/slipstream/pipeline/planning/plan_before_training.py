@@ -279,10 +279,10 @@ def of_what_is_trained(
     except SlipstreamError as error:
         say(f"it is planned as if all weights were trained: {error}")
         return costs
-    below = max(0, part.num_frozen_parts - 1) / part.units_per_layer
     say(
-        f"it is planned for {part.num_trained:,} trained parameters of {part.num_parameters:,}: {below:g} layers below "
-        "them run forward only, and measured times are scaled to what is computed"
+        f"it is planned for {part.num_trained:,} trained parameters of {part.num_parameters:,}: "
+        f"{part.layers_without_backward:g} layers below them run forward only, and measured times are "
+        "scaled to what is computed"
     )
     return PartlyTrained(costs, whole, part)
 

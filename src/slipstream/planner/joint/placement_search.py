@@ -143,7 +143,9 @@ class QuickOrder:
         seconds = {op: np.tile(unit_times, number) for op, unit_times in times.items()}
         travels = np.tile(units.message_seconds, number)
         # Messages don't wait for each other.
-        costs = UnitTimes.of_slices(seconds, (travels, 0 * travels), np.tile(held, number), units.frozen_stages(bounds))
+        links = travels, 0 * travels
+        sends_back = units.costs.trains_below(bounds[:-1])
+        costs = UnitTimes.of_slices(seconds, links, np.tile(held, number), sends_back)
         period = float((times[Op.F] + times[Op.B]).sum(axis=1).max())
         orders = QuickOrders(self._actions, costs, room, self._split, self._given, period=period)
         found = {rule: orders.by(rule) for rule in rules or self.rules}
@@ -334,9 +336,9 @@ class PlacementSearch:
         ranks from uneven ones, of each cut."""
         units, bounds = self.units(slices), np.array(cuts, np.int64)
         seconds = {op: units.stage_seconds(op, bounds) for op in OPS}
-        num_frozen = (bounds[:, 1:] <= self.problem.costs.num_frozen_parts).sum(axis=1)
+        sends_back = units.costs.trains_below(bounds[:, :-1])
         done, sent = rank_bounds(
-            seconds, self.ranks, [0], units.message_seconds, self.problem.num_microbatches, num_frozen
+            seconds, self.ranks, [0], units.message_seconds, self.problem.num_microbatches, sends_back
         )
         table = np.maximum(done, sent)[:, np.unique(self.ranks, return_index=True)[1]]
         return [*zip(table.max(axis=1).tolist(), (table**2).sum(axis=1).tolist(), strict=True)]

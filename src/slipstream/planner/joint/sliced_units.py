@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from slipstream.array_types import Floats, Ints
+from slipstream.array_types import Flags, Floats, Ints
 from slipstream.cost import (
     BY_LAYER,
     OPS,
@@ -86,17 +86,12 @@ class SlicedUnits:
         if op in WITH_MESSAGES:
             seconds = seconds + np.outer(messages_of_stages(ends.shape[-1]), self.handling)
         if op is not Op.F:
-            seconds[ends <= self.costs.num_frozen_parts] = 0.0
+            seconds[~self.costs.trains_below(ends)] = 0.0
         return seconds
-
-    def frozen_stages(self, bounds: Sequence[int]) -> int:
-        """Returns the number of the first stages that have no backwards."""
-        return sum(bound <= self.costs.num_frozen_parts for bound in bounds[1:])
 
     def without_frozen_backwards(self, schedule: Schedule, bounds: Sequence[int]) -> Schedule:
         """Returns the schedule without the backwards of frozen stages."""
-        num_frozen = self.frozen_stages(bounds)
-        return freeze_stages(schedule, num_frozen) if num_frozen > schedule.num_frozen_stages else schedule
+        return freeze_stages(schedule, int(self.costs.trains_below(bounds[1:]).argmax()))
 
     @cached_property
     def handling(self) -> Floats:
@@ -113,7 +108,7 @@ class SlicedUnits:
         if self.recompute != "stage":
             return np.zeros(len(bounds) - 1)
         largest: Floats = _of_stages(self._whole, bounds).max(axis=1)
-        largest[: self.frozen_stages(bounds)] = 0.0
+        largest[~self.costs.trains_below(bounds[1:])] = 0.0
         return largest
 
     @cached_property
@@ -152,7 +147,7 @@ class SlicedUnits:
         """Returns the seconds of a microbatch's forwards and backwards of each unit, whole or split, (units,)."""
         forward, whole, inputs, weights = (np.diff(self._prefixes[op][0], axis=0) for op in (Op.F, Op.B, Op.I, Op.W))
         backward = np.minimum(whole, inputs + weights)
-        backward[: self.costs.num_frozen_parts] = 0.0
+        backward[self.costs.each_has_backward[self._kinds] == 0] = 0.0
         work: Floats = (forward + backward).sum(axis=1)
         return work
 
@@ -163,7 +158,7 @@ class SlicedUnits:
             for (stage, index), seconds in np.ndenumerate(self.stage_seconds(op, bounds)):
                 times[stage, index, op] = max(float(seconds), 1e-9)
         return _TrainedStages(
-            num_frozen=self.frozen_stages(bounds),
+            sends_back=self.costs.trains_below(bounds[:-1]),
             times=times,
             message_bytes=self._message_bytes.tolist(),
             latency=self.link.latency,
@@ -176,7 +171,7 @@ class SlicedUnits:
 class _TrainedStages(TableCost):
     """Costs of which gradients that nobody needs are no part, also where an order has them still."""
 
-    num_frozen: int
+    sends_back: Flags  # whether the stage before each has a backward
 
     def link_seconds(self, send: Action, source: int, destination: int) -> float:
         return 0.0 if self._is_needless(send) else super().link_seconds(send, source, destination)
@@ -185,7 +180,7 @@ class _TrainedStages(TableCost):
         return 0.0 if self._is_needless(send) else super().link_occupied(send, source, destination)
 
     def _is_needless(self, send: Action) -> bool:
-        return send.op is Op.SEND_B and send.stage <= self.num_frozen
+        return send.op is Op.SEND_B and not self.sends_back[send.stage]
 
 
 def _prefix(units: Floats, fixed: Floats) -> tuple[Floats, Floats]:

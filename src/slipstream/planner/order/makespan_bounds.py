@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from slipstream.array_types import Floats, Ints
+from slipstream.array_types import Flags, Floats, Ints
 from slipstream.numba_jit import compiled, compiled_in_place
 from slipstream.planner.order.ordering_problem import OrderingProblem
 from slipstream.schedule import Op
@@ -57,7 +57,7 @@ def rank_bounds(
     firsts: Sequence[int] | Ints,
     link_seconds: Floats,
     num_microbatches: int = 1,
-    num_frozen: int | Ints = 0,
+    sends_back: Flags | None = None,
     split: bool = True,
 ) -> tuple[Floats, Floats]:
     """Returns, (..., stages) each, seconds that no order of the actions beats, in a fraction of `makespan_bound`'s
@@ -73,16 +73,17 @@ def rank_bounds(
         firsts: the first slice of each microbatch.
         link_seconds: of each slice's message.
         num_microbatches: like those that the slices are of.
-        num_frozen: the first stages, to which no gradient is sent; (...).
+        sends_back: whether a gradient goes from a stage to the one before, (..., stages). None: from each.
         split: whether backwards may be split.
     """
     forward, whole, inputs, weights = (seconds[op] for op in (Op.F, Op.B, Op.I, Op.W))
     back, both = (np.minimum(whole, inputs), np.minimum(whole, inputs + weights)) if split else (whole, whole)
     places = np.arange(len(ranks))
+    sent = places > 0 if sends_back is None else sends_back
     onwards = ((ranks[:, None] == ranks) & (places[:, None] >= places)).astype(float)
     link = link_seconds[firsts] * (np.diff(ranks, prepend=ranks[0]) != 0)[:, None]
     ahead, behind = forward[..., firsts], back[..., firsts]
-    back_link = link * (places > np.expand_dims(num_frozen, -1))[..., None]
+    back_link = link * sent[..., None]
     head = (np.cumsum(ahead + link, axis=-2) - ahead).min(axis=-1)
     tail = (np.cumsum(behind + back_link, axis=-2) - behind).min(axis=-1)
     work, until_sent = (num_microbatches * (forward + each).sum(axis=-1) @ onwards for each in (both, back))

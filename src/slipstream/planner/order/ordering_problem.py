@@ -37,7 +37,7 @@ class UnitTimes(NamedTuple):
 
     @classmethod
     def of_slices(
-        cls, seconds: Mapping[Op, Floats], links: tuple[Floats, Floats], held: Floats, num_frozen: int = 0
+        cls, seconds: Mapping[Op, Floats], links: tuple[Floats, Floats], held: Floats, sends_back: Flags
     ) -> UnitTimes:
         """Returns the costs of slices that are given stage by stage.
 
@@ -45,11 +45,11 @@ class UnitTimes(NamedTuple):
             seconds: of F, B, I and W, (stages, slices), the slices of one microbatch after the other.
             links: the seconds that each slice's messages travel, and for which they occupy their channel, (slices,).
             held: the bytes that F keeps, (stages, slices).
-            num_frozen: the first stages, to which no gradient is sent.
+            sends_back: whether a gradient goes from a stage to the one before, (stages,).
         """
         shape = 3, *held.shape
         sent = np.ones(shape)
-        sent[1, : num_frozen + 1] = num_frozen == 0
+        sent[1] = sends_back[:, None]
         travels, occupied = ((sent * per_slice).ravel() for per_slice in links)
         return cls({op: of_op.ravel() for op, of_op in seconds.items()}, travels, occupied, held.ravel())
 

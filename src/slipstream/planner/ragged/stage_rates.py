@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from slipstream.array_types import Floats, Ints
+from slipstream.array_types import Flags, Floats, Ints
 from slipstream.cost import OPS, AttentionWindow, Costs, LinkTime, Work, unit_bounds
 from slipstream.cost.fit import fit_relative
 from slipstream.errors import SlipstreamError
@@ -64,6 +64,11 @@ class StageRates(Costs):
     def num_frozen_parts(self) -> int:
         trains = np.sum([self.rates[op].any(axis=1) for op in (Op.B, Op.I)], axis=0) > 0
         return int(trains.argmax())
+
+    @cached_property
+    def sends_back(self) -> Flags:
+        """Marks the stages that send a gradient to the stage before."""
+        return self.trains_below(self.parts)
 
     def each_seconds(self, work: Work) -> Floats:
         after = self.scores(work.contexts + work.lengths)

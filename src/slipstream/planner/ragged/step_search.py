@@ -51,9 +51,13 @@ def fits(problem: StepProblem, step: SlicedStep) -> bool:
 
 def lower_bound(problem: StepProblem, step: SlicedStep) -> float:
     """Returns seconds that no order of these slices beats."""
-    frozen = problem.rates.num_frozen_parts
     bounds = rank_bounds(
-        step.seconds, problem.ranks, step.firsts, step.links[0], num_frozen=frozen, split=problem.may_split
+        step.seconds,
+        problem.ranks,
+        step.firsts,
+        step.links[0],
+        sends_back=problem.rates.sends_back,
+        split=problem.may_split,
     )
     return float(np.max(bounds))
 
@@ -75,7 +79,7 @@ def orders_of(problem: StepProblem, step: SlicedStep) -> QuickOrders:
     actions = StepActions(problem.placement, counts)
     return QuickOrders(
         actions,
-        UnitTimes.of_slices(step.seconds, step.links, step.held, problem.rates.num_frozen_parts),
+        UnitTimes.of_slices(step.seconds, step.links, step.held, problem.rates.sends_back),
         problem.limits,
         problem.split,
         given,

@@ -150,8 +150,8 @@ class Evaluation:
 
     def _group_seconds(self, ends: Floats) -> tuple[float, float]:
         """Returns from when one of the middle groups has gone back through all stages to when the next has, twice."""
-        arrays, first = self.arrays, self.cut.num_frozen
-        back = (arrays.stage == first) & arrays.is_one_of(Op.B, Op.I)
+        arrays = self.arrays
+        back = arrays.is_one_of(Op.B, Op.I)
         done = np.zeros(self.schedule.num_microbatches)
         np.maximum.at(done, arrays.microbatch[back], ends[back])
         last = done[:: -(len(done) // GROUPS)][::-1]
@@ -385,7 +385,7 @@ def _actions(plan: Plan, cut: PlacedPartition) -> ActionArrays:
     replays = plan.recompute in REPLAYED
     if isinstance(plan.schedule, Schedule):
         return with_savings(plan.schedule, replays, plan.offload)
-    return cached_schedule(ScheduleShape.of(plan, plan.num_microbatches, cut.num_frozen), replays, plan.offload)
+    return cached_schedule(ScheduleShape.of(plan, plan.num_microbatches, cut.trains), replays, plan.offload)
 
 
 def _step_times(plan: Plan, cut: PlacedPartition, update: Update) -> StepTimes:

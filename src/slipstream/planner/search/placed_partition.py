@@ -57,11 +57,6 @@ class PlacedPartition:
         return np.array([self.costs.has_backward(stage) for stage in self.stages])
 
     @cached_property
-    def num_frozen(self) -> int:
-        """The number of first stages that have none."""
-        return int(np.argmax(self.trains))
-
-    @cached_property
     def sends_back(self) -> Flags:
         """Marks the stages that send their input gradient to another rank."""
         return np.array([False, *(a != b for a, b in pairwise(self.placement))])

@@ -137,7 +137,7 @@ class PlanSpace:
                 yield stages, shapes
 
     def shape(self, plan: Plan) -> ScheduleShape:
-        return ScheduleShape.of(plan, self.num_microbatches(plan), self.cut(plan).num_frozen)
+        return ScheduleShape.of(plan, self.num_microbatches(plan), self.cut(plan).trains)
 
     def num_microbatches(self, plan: Plan) -> int:
         """Returns the microbatches of each pipeline."""

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from math import prod
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from slipstream.array_types import Flags
 from slipstream.cost import BY_LAYER
 from slipstream.planner.plan import Plan
 from slipstream.schedule import (
@@ -31,14 +32,14 @@ class ScheduleShape(NamedTuple):
     num_microbatches: int
     num_slices: int
     stages_per_rank: int
-    num_frozen: int = 0  # the first stages, of which nothing is trained
+    num_frozen_stages: int = 0
     splits: bool = True  # backwards that send their result to another rank, as a Pipeline does
 
     @classmethod
-    def of(cls, plan: Plan, num_microbatches: int, num_frozen: int) -> ScheduleShape:
-        """Returns the shape of a plan's schedule, with so many frozen stages."""
+    def of(cls, plan: Plan, num_microbatches: int, trains: Flags) -> ScheduleShape:
+        """Returns the shape of a plan's schedule; `trains` marks the stages that have backwards."""
         counts = plan.pipeline_parallel, num_microbatches, plan.num_slices, plan.stages_per_rank
-        return cls(plan.schedule_name, *counts, num_frozen, splits=plan.recompute not in BY_LAYER)
+        return cls(plan.schedule_name, *counts, int(trains.argmax()), splits=plan.recompute not in BY_LAYER)
 
     @property
     def counts(self) -> tuple[int, int, int, int]:
@@ -83,7 +84,7 @@ def _make_schedule(shape: ScheduleShape, recompute: bool = False, offload: float
         return with_savings(cached_schedule(shape).schedule, recompute, offload)
     schedule = make_schedule(shape.name, *shape.counts)
     schedule = split_backwards(schedule) if shape.splits else schedule
-    return ActionArrays.of(freeze_stages(schedule, shape.num_frozen) if shape.num_frozen else schedule)
+    return ActionArrays.of(freeze_stages(schedule, shape.num_frozen_stages))
 
 
 # Its arrays take up to a kilobyte for each slice of a stage.
