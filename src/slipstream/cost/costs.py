@@ -18,7 +18,6 @@ import numpy as np
 
 from slipstream.array_types import Flags, Floats, Ints
 from slipstream.cost.action_bytes import ActionBytes
-from slipstream.cost.profile import Profile
 from slipstream.cost.sharing import EXCHANGES, Copies, Divided, divided_by
 from slipstream.cost.update import Numbers, Update
 from slipstream.cost.work import (
@@ -106,11 +105,6 @@ class Costs(ABC):
     def divided(self) -> Divided:
         """Among how many of these ranks each quantity is divided."""
         return divided_by(self.degrees)
-
-    @property
-    def measured_profile(self) -> Profile | None:
-        """The profile whose measured times they are, None where times weren't measured."""
-        return None
 
     # --- what a search may take for granted --------------------------------------------------------------------------
 

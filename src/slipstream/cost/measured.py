@@ -12,6 +12,7 @@ import numpy as np
 from slipstream.array_types import Floats
 from slipstream.cost.action_bytes import ActionBytes
 from slipstream.cost.costs import NO_LINK, Costs, LinkTime, total
+from slipstream.cost.mode import Mode
 from slipstream.cost.profile import MeasuredStage, Profile
 from slipstream.cost.sharing import Copies
 from slipstream.cost.update import Numbers, Update
@@ -58,10 +59,6 @@ class MeasuredCosts(Costs):
     @property
     def degrees(self) -> Degrees:
         return self.profile.degrees
-
-    @property
-    def measured_profile(self) -> Profile:
-        return self.profile
 
     # --- seconds -----------------------------------------------------------------------------------------------------
 
@@ -182,7 +179,7 @@ class MeasuredCosts(Costs):
 
 def profile_behind(costs: Costs | None) -> Profile:
     """Returns the profile of measured costs, also of those that a Mode has changed."""
-    assert costs is not None
-    profile = costs.measured_profile
-    assert profile is not None
-    return profile
+    while isinstance(costs, Mode):
+        costs = costs.costs
+    assert isinstance(costs, MeasuredCosts)
+    return costs.profile

@@ -23,7 +23,6 @@ from slipstream.array_types import Floats
 from slipstream.cost.action_bytes import ActionBytes
 from slipstream.cost.costs import Costs, LinkTime
 from slipstream.cost.operation_counts import ModelCount, PartCount
-from slipstream.cost.profile import Profile
 from slipstream.cost.sharing import Copies, Divided
 from slipstream.cost.update import Numbers, Update
 from slipstream.cost.work import OPS, Stage, StageParts, Work
@@ -77,10 +76,6 @@ class Mode(Costs):
     @property
     def is_tied(self) -> bool:
         return self.costs.is_tied
-
-    @property
-    def measured_profile(self) -> Profile | None:
-        return self.costs.measured_profile
 
     @property
     def whole_is_least(self) -> bool:
