@@ -103,7 +103,7 @@ class Device:
     attention_curve: Annotated[tuple[tuple[float, float], ...], _curve] = ((1.0, 1.0),)
     multiprocessors: Annotated[int, _multiprocessors] = 0
     layer_seconds: Annotated[float, SECONDS] = 0.0
-    action_seconds: Annotated[float, SECONDS] = 0.0  # of each forward or backward of a stage, however short its slice
+    action_seconds: Annotated[float, SECONDS] = 0.0  # per forward or backward of a stage, however short its slice
     memory_efficiency: Annotated[float, FRACTION] = 0.8  # the share of the memory's bandwidth that kernels reach
     attention_efficiency: Annotated[float, FRACTION] = 0.5  # the share of the peak that the attention kernel reaches
     host_memory: Annotated[float, BYTES] = 32e9  # bytes of the host's memory for each device
@@ -165,8 +165,8 @@ class Cluster:
     device: Device
     num_nodes: Annotated[int, COUNT]
     devices_per_node: Annotated[int, COUNT]
-    inside: LinkKind  # between devices of a domain
-    between: LinkKind  # between domains
+    inside: LinkKind  # the link between devices of a domain
+    between: LinkKind  # the link between domains
     host: LinkKind = LinkKind(16e9, 1e-5, efficiency=1.0)
     sources: Annotated[tuple[str, ...], _sources] = ()  # where the numbers come from
     nodes_per_domain: Annotated[int, COUNT] = 1

@@ -12,7 +12,7 @@ import numpy as np
 from slipstream.array_types import Flags, Floats
 from slipstream.errors import SlipstreamError
 
-_TOLERANCE = 1e-12  # of the largest gradient at the start
+_TOLERANCE = 1e-12  # relative to the largest gradient at the start
 
 
 def fit_nonnegative(columns: Floats, wanted: Floats) -> Floats:
@@ -58,7 +58,8 @@ def _feasible(columns: Floats, wanted: Floats, found: Floats, free: Flags) -> Fl
         below = free & (best <= 0)
         if not below.any():
             return best
-        way = (found[below] / (found[below] - best[below])).min()  # until the first of them is 0
+        # The share of the way at which the first of them is 0.
+        way = (found[below] / (found[below] - best[below])).min()
         found = found + way * (best - found)
         free &= found > _TOLERANCE * found.max(initial=0.0)
         found[~free] = 0.0
@@ -214,9 +215,9 @@ class FittedTime:
     parts are differences of stages, so that noise may bring it below 0: then it counts as 0.
     """
 
-    fits: tuple[TimeFit, ...]  # of the measured stages
-    weights: tuple[tuple[float, ...], ...]  # of the fits in every kind of part
-    numbers: tuple[float, ...]  # of the parts of every kind
+    fits: tuple[TimeFit, ...]  # the measured stages' fits
+    weights: tuple[tuple[float, ...], ...]  # the fits' weights in every kind of part
+    numbers: tuple[float, ...]  # the number of parts of every kind
 
     def __call__(self, length: Any, context: Any) -> Any:
         measured = [fit(length, context) for fit in self.fits]

@@ -15,7 +15,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-_EXACT = 1e-6  # rows are small integers
+# Rows are small integers.
+_EXACT = 1e-6
 _LONGEST = 6  # parts: three layers where these can be cut
 
 

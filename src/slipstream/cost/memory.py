@@ -132,8 +132,8 @@ def _footprints(
 class _LargestLayer(NamedTuple):
     """The most bytes of one layer of a stage that is recomputed alone, besides its input."""
 
-    forward: float = 0.0  # while it runs, or all that it saves is there
-    backward: float = 0.0  # while it goes backward
+    forward: float = 0.0  # the most in its forward, with all that it saves
+    backward: float = 0.0  # the most in its backward
     keys: float = 0.0  # its keys and values
     key_gradients: float = 0.0
 
@@ -247,7 +247,8 @@ def _part_footprints(costs: Costs, rows: int, schedule: Schedule, length: int, i
         Op.V: Footprint(kept_bytes, max(2 * probabilities, probabilities + narrow + 2 * hidden) + small),
         Op.VW: Footprint(-kept_bytes, 1.5 * narrow + small),
     }
-    if is_last:  # V's part of the gradient stays here until L, L's sums and the stage's output until VW
+    # V's part of the gradient stays on the last stage until L, L's sums and the stage's output until VW.
+    if is_last:
         footprints[Op.V] = replace(footprints[Op.V], leaves=kept_bytes + 2 * hidden)
         footprints[Op.L] = Footprint(wide_bytes - hidden, 4 * wide_hidden + 6 * schedule.num_ranks * wide_bytes)
         footprints[Op.VW] = replace(footprints[Op.VW], leaves=-kept_bytes - hidden - wide_bytes)

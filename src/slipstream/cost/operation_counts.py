@@ -28,8 +28,9 @@ class Amount:
 
 
 _NONE = Amount()
-_AMOUNTS = ("flops", "matmul_bytes", "hidden_depth", "other_depth", "wide_bytes", "other_bytes")  # of an OpCount
-# of a PartCount
+# The amounts of an OpCount.
+_AMOUNTS = ("flops", "matmul_bytes", "hidden_depth", "other_depth", "wide_bytes", "other_bytes")
+# The sizes of a PartCount.
 _SIZES = (
     *("num_parameters", "num_untrained", "num_quantised", "num_in_experts", "num_trained_in_experts"),
     *("activation_bytes", "wide_activation_bytes", "product_bytes", "state_bytes"),
@@ -45,10 +46,10 @@ class OpCount:
     is the number of terms that each element of its result adds up.
     """
 
-    flops: Amount = _NONE  # of matrix products
+    flops: Amount = _NONE  # FLOPs of matrix products
     matmul_bytes: Amount = _NONE
     hidden_depth: Amount = _NONE  # the sum over products whose depth is the width of the hidden state
-    other_depth: Amount = _NONE  # and over all others
+    other_depth: Amount = _NONE  # the sum over all others
     wide_bytes: Amount = _NONE
     other_bytes: Amount = _NONE
     num_matmuls: int = 0
@@ -95,17 +96,17 @@ class PartCount:
     attentions: tuple[AttentionCall, ...]
     activation_bytes: float  # per token: kept by F for the backward, its input included
     product_bytes: float = 0.0  # per token: outputs of products and attention, kept by selective recomputation
-    state_bytes: float = 0.0  # of each slice and row: the states left to the next slice besides keys and values
+    state_bytes: float = 0.0  # per slice and row: states left to the next slice besides keys and values
     is_half: bool = False  # whether it is the attention half or the feed-forward half of a layer
-    num_untrained: int = 0  # of its parameters
-    num_quantised: int = 0  # of those, the ones that are kept in 4 bits
-    dequantised_bytes: float = 0.0  # of the largest weight that it makes of them, while it multiplies
+    num_untrained: int = 0  # parameters that aren't trained
+    num_quantised: int = 0  # untrained ones that are kept in 4 bits
+    dequantised_bytes: float = 0.0  # the largest weight made of quantised ones for a product
     has_backward: bool = True  # whether it, or a part below, has a trained one
-    wide_activation_bytes: float = 0.0  # per token: of them, those of tensors as wide as the hidden state
-    num_in_experts: int = 0  # of its parameters, those of experts, each of which may be on another rank
+    wide_activation_bytes: float = 0.0  # per token: the activations as wide as the hidden state
+    num_in_experts: int = 0  # parameters of experts, each of which may be on another rank
     num_trained_in_experts: int = 0
     num_experts: int = 0
-    experts_per_token: int = 0  # that each token chooses
+    experts_per_token: int = 0  # the experts that each token chooses
 
     @property
     def num_trained(self) -> int:
@@ -166,7 +167,7 @@ class ModelCount:
     dtype: str
     dtype_bytes: int
     tied: bool = False  # the head's weight is the embedding's
-    halves: tuple[tuple[PartCount, PartCount], ...] = ()  # of the layers of each kind; none where they can't be cut
+    halves: tuple[tuple[PartCount, PartCount], ...] = ()  # those of each kind of layer; none where layers can't be cut
 
     @property
     def whole(self) -> range:

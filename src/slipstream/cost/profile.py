@@ -29,8 +29,8 @@ class Hardware:
     device: str  # "cpu" or the GPU's name
     cpu: str
     cores: int
-    threads: int  # of a process
-    processes: int  # that measured at the same time, as the ranks of a pipeline compute
+    threads: int  # threads per process
+    processes: int  # processes that measured at the same time, as the ranks of a pipeline compute
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,8 @@ class MeasuredLink:
 
 
 FORMAT = 2
-_BUSY = 0.05  # of the measuring: above it, another program has a core
+# The share of the measuring above which another program has a core.
+_BUSY = 0.05
 
 
 @dataclass(frozen=True)
@@ -139,21 +140,22 @@ class Profile:
     model: ModelIdentity
     versions: dict[str, str]
     dtype: str
-    dtype_bytes: int  # of the tensors that are sent between stages
+    dtype_bytes: int  # bytes per number of the tensors sent between stages
     microbatch_size: int
     seq_len: int
     kinds: tuple[int, ...]
     kind_names: tuple[str, ...]
     units_per_layer: int
     stages: tuple[MeasuredStage, ...]
-    optimizer_seconds: float  # of an AdamW step, per parameter
+    optimizer_seconds: float  # an AdamW step, per parameter
     link: MeasuredLink | None = None  # None where a single process measured
     disturbed: float = 0.0  # the share of the measuring during which something else had this process's core
-    degrees: Degrees = UNSHARED  # a stage's costs are each rank's; lengths are those of whole slices
+    # A stage's costs are each rank's; lengths are those of whole slices.
+    degrees: Degrees = UNSHARED
     sequence_parallel: bool = False  # whether ranks that shared layers shared the tokens too
     tensor_plan: Mapping[str, str] | None = None  # how they shared layers, where it isn't as the model says
     attention_kernels: Mapping[str, str] = field(default_factory=dict)  # the fastest on the GPU, by shape
-    unit_kinds: tuple[int, ...] = ()  # of the units of each kind of layer, as in `part_kinds`
+    unit_kinds: tuple[int, ...] = ()  # the kinds of each kind of layer's units, as in `part_kinds`
     format: int = FORMAT
 
     @property

@@ -28,7 +28,8 @@ from slipstream.cost.operation_counts import AttentionCall, ModelCount, OpCount,
 from slipstream.options import SHARED_WORK, UNSHARED, Degrees, SharedWork, numbers_exchanged
 from slipstream.schedule import Op
 
-_HEAD_WIDTHS = 32  # FlashAttention computes with heads as wide as the next multiple
+# FlashAttention computes with heads as wide as the next multiple.
+_HEAD_WIDTHS = 32
 # The fewest bytes of a number that ranks add up.
 _SUM_BYTES = 4
 

@@ -55,7 +55,8 @@ class CountedSource:
         self.refusals = refused_ways(model) | refused_shards(model) | dict(refusals)
         # The possible numbers of ranks, by the fields of `Degrees`.
         self.degrees = possible_degrees(model, self.refusals)
-        cluster.device.matmul_flops(model.dtype)  # raises where the dtype has no peak
+        # This raises where the dtype has no peak.
+        cluster.device.matmul_flops(model.dtype)
 
     def exchanges(self, degrees: Degrees, asked: Collection[str] | None = None) -> tuple[str, ...]:
         """Returns the exchanges of ranks that share slices, of those `asked` for."""
@@ -123,9 +124,11 @@ class ProfileSource:
 
     recomputations: tuple[str, ...] = ("none", "full", "stage", "stage+full")
     devices_per_domain = 2**62
-    num_experts = 0  # whose times are known
-    fused = False  # fused kernels are in the times
-    memory, host = float("inf"), None  # unknown, so nothing can be planned with them
+    num_experts = 0  # experts whose times are known
+    # Fused kernels are in the times already.
+    fused = False
+    # Both are unknown, so nothing can be planned with them.
+    memory, host = float("inf"), None
 
     def __init__(self, profile: Profile, num_ranks: int) -> None:
         if num_ranks < 1:

@@ -22,7 +22,8 @@ GPU_LINK = LinkKind(bandwidth=25e9, latency=1e-5)
 _CPU_FLOPS = 1.2e11
 _GPU_FLOPS = 1e14
 _DEVICES_PER_NODE = 8
-_ANY = 1e13  # bytes: what fits is told by the account of a plan, not by a typical device
+# Bytes. The account of a plan says what fits, not a typical device.
+_ANY = 1e13
 
 # Words in the names of devices that are slower than the SXM modules in the descriptions of clusters.
 _LESSER = frozenset({"pcie", "nvl", "mig", "laptop", "d"})

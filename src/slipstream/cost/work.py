@@ -114,8 +114,8 @@ class Work(NamedTuple):
         return cls(op, lengths, np.cumsum(lengths) - lengths)
 
 
-BY_LAYER = frozenset({"full", "stage+full"})  # recompute one layer after the other, within the backward
-REPLAYED = frozenset({"selective", "stage", "stage+full"})  # recompute by an R before the backward
+BY_LAYER = frozenset({"full", "stage+full"})  # recomputation of one layer after the other, within the backward
+REPLAYED = frozenset({"selective", "stage", "stage+full"})  # recomputation by an R before the backward
 
 
 def check_partition(partition: Sequence[float], num_layers: int, units_per_layer: int) -> None:
