@@ -14,7 +14,7 @@ class ScheduleError(SlipstreamError):
     """An error in a schedule or its text; the message names the action and the rule that it breaks."""
 
 
-NUMBER = "(0|[1-9][0-9]*)"  # as a regular expression
+NUMBER = "(0|[1-9][0-9]*)"  # a regular expression
 
 
 class _Table(type):
@@ -39,7 +39,7 @@ class Op(str, metaclass=_Table):
     B: ClassVar[Op]  # whole backward
     I: ClassVar[Op]  # noqa: E741  gradient of the input only
     W: ClassVar[Op]  # gradient of the weights, after I
-    R: ClassVar[Op]  # recompute the tensors that F did not keep
+    R: ClassVar[Op]  # recomputation of the tensors that F did not keep
     SEND_F: ClassVar[Op]  # this stage's output, to the next stage
     RECV_F: ClassVar[Op]  # this stage's input, from the stage before
     SEND_B: ClassVar[Op]  # the gradient of this stage's input, to the stage before
@@ -104,7 +104,7 @@ BACKWARDS = frozenset({Op.B, Op.I, Op.W})
 SENDS = frozenset({Op.SEND_F, Op.SEND_B, Op.SEND_E})
 RECEIVES = frozenset({Op.RECV_F, Op.RECV_B, Op.RECV_E})
 COMMUNICATION = SENDS | RECEIVES
-_PAST = frozenset({Op.SEND_E, Op.RECV_E})  # always past neighbours
+_PAST = frozenset({Op.SEND_E, Op.RECV_E})  # messages past neighbours, always
 VOCABULARY = frozenset({Op.V, Op.L, Op.VW, Op.E, Op.EW})
 
 # SEND_F of stage g and RECV_F of stage g+1 are two ends of one message; gradients travel the other way.
@@ -113,7 +113,8 @@ _OTHER_END = {
     Op.RECV_F: (Op.SEND_F, -1),
     Op.SEND_B: (Op.RECV_B, -1),
     Op.RECV_B: (Op.SEND_B, 1),
-    Op.SEND_E: (Op.RECV_E, 0),  # always between stages that are named
+    # These are always between stages that are named.
+    Op.SEND_E: (Op.RECV_E, 0),
     Op.RECV_E: (Op.SEND_E, 0),
 }
 

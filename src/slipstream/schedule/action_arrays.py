@@ -134,16 +134,17 @@ def _of_slices(
 class ContextMarks(NamedTuple):
     """The actions at which a microbatch's keys, values and their gradients on a stage come and go."""
 
-    opens: Flags  # its first forward
-    begins: Flags  # its first B or I
-    closes: Flags  # its last B or I, or the last F of a stage without backwards
+    opens: Flags  # the microbatch's first forward
+    begins: Flags  # the first B or I
+    closes: Flags  # the last B or I, or the last F of a stage without backwards
 
 
 def first_of(key: Ints, among: Flags) -> Flags:
     """Marks the first entry of every key, of the entries in `among`."""
     places = np.flatnonzero(among)[::-1]
     firsts = np.full(key.max(initial=0) + 1, -1)
-    firsts[key[places]] = places  # of several with one key the last one stays
+    # The last one of several with one key stays.
+    firsts[key[places]] = places
     return np.asarray(among & (firsts[key] == np.arange(len(key))))
 
 

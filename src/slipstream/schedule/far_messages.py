@@ -111,7 +111,8 @@ def settlements(schedule: Schedule, rank: int) -> dict[Action, Action]:
 def _told_by(send: Action, schedule: Schedule, gradients: Mapping[Action, Action]) -> Action | None:
     _, stage, m, i, to = send
     if not schedule.spreads_vocabulary:
-        if send.op is Op.SEND_B:  # a gradient tells that its skip came
+        # A gradient tells that its skip came.
+        if send.op is Op.SEND_B:
             return Action(Op.SEND_F, to, m, i, stage)
         # A skip tells that the gradient of its sender's last backward came.
         before = gradients.get(Action(Op.F, stage, m, i))
@@ -119,7 +120,8 @@ def _told_by(send: Action, schedule: Schedule, gradients: Mapping[Action, Action
     made = sent_result(send, schedule).op
     if made in (Op.V, Op.L):
         return Action(Op.SEND_F, to, m, i, stage)
-    if made is Op.F:  # the first stage's output has gone through all stages
+    # The first stage's output has gone through all stages.
+    if made is Op.F:
         return Action(Op.SEND_E, to, m, i, 0) if schedule.spreads_embedding else None
     before = gradients.get(Action(Op.E, stage, m, i)) if made is Op.E else None
     return None if before is None else Action(Op.SEND_E, 0, before.microbatch, before.slice, stage)

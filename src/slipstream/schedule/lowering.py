@@ -113,7 +113,8 @@ def add_reductions(schedule: Schedule) -> Schedule:
 
 
 def _with_reductions(row: Sequence[Action]) -> tuple[Action, ...]:
-    ends = BACKWARDS | {Op.SEND_B, Op.VW, Op.EW}  # the message leaves first
+    # The stage's message leaves before its reduction.
+    ends = BACKWARDS | {Op.SEND_B, Op.VW, Op.EW}
     last = {action.stage: index for index, action in enumerate(row) if action.op in ends}
     stages = sorted(last, reverse=True)
     reduced = defaultdict(list)
@@ -187,7 +188,8 @@ def check_communication(schedule: Schedule) -> None:
     Raises:
         ScheduleError: with the first mismatch, or the cycle of ranks that wait for each other.
     """
-    validate(schedule)  # its run is model (b): given equal orders, the messages before have moved as well
+    # This runs model (b): given equal orders, the messages before have moved as well.
+    validate(schedule)
     receives = _ends_by_channel(schedule, RECEIVES)
     for line, sent in _ends_by_channel(schedule, SENDS).items():
         for send, receive in zip(sent, receives[line], strict=True):

@@ -126,15 +126,15 @@ class Lane(Enum):
     """Where an operation runs: what it keeps busy."""
 
     RANK = "rank"  # computing
-    CHANNEL = "channel"  # of messages between two ranks
-    COPIES = "copies"  # of a rank, to its host or back
+    CHANNEL = "channel"  # messages between two ranks
+    COPIES = "copies"  # copies to a rank's host or back
 
 
 class Held(Enum):
     """The bytes that an operation takes or frees."""
 
     ALL = "all"  # the activations of its slice
-    KEPT = "kept"  # those until its recomputation, where there is one; else all
+    KEPT = "kept"  # the activations until its recomputation, where there is one; else all
     REST = "rest"  # what recomputation brings back
     OWN = "own"  # what costs say of the operation itself
 
@@ -208,7 +208,7 @@ OPERATIONS: dict[Op, Operation] = {
         needed=_AGAIN,
         takes=Held.REST,
         label="recompute",
-        colors=("#d3e5f6", "#1f63a8"),  # those of a forward
+        colors=("#d3e5f6", "#1f63a8"),  # a forward's colors
         is_hatched=True,
     ),
     Op.V: Operation(
@@ -329,7 +329,8 @@ def awaited_send(user: Action, schedule: Schedule) -> Action | None:
 def _crosses_ranks(end: Action, schedule: Schedule) -> bool:
     other = end.other_end.stage
     if end.op is Op.SEND_B and other < schedule.num_frozen_stages:
-        return False  # nobody needs that gradient
+        # Nobody needs that gradient.
+        return False
     return 0 <= other < schedule.num_stages and schedule.placement[other] != schedule.placement[end.stage]
 
 
@@ -374,11 +375,13 @@ def report_wait(schedule: Schedule, rank: int, action: Action) -> str:
     wanted = _with_predecessors([action], schedule) - done - {action}
     missing: defaultdict[int, list[Action]] = defaultdict(list)
     for needed in sorted(wanted, key=schedule.positions.__getitem__):
-        if needed.op not in RECEIVES:  # its SEND says the same
+        # A RECV's SEND says the same.
+        if needed.op not in RECEIVES:
             missing[schedule.placement[needed.stage]].append(needed)
     awaited = [predecessor for predecessor in predecessors(action, schedule) if predecessor in wanted]
     sources = [predecessor.send if predecessor.op in RECEIVES else predecessor for predecessor in awaited]
-    if action.op in SENDS:  # held up by those before it on its channel
+    # A send is held up by those before it on its channel.
+    if action.op in SENDS:
         sources = [action.other_end]
     named = ", ".join(f"{text(source)} of rank {schedule.placement[source.stage]}" for source in sources) or "nothing"
     lines = [f"rank {rank} waits at {text(action)} (action {place + 1} of {len(row)}) for {named}."]

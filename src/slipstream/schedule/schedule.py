@@ -17,7 +17,7 @@ from slipstream.schedule.action import BACKWARDS, COMMUNICATION, NUMBER, OPS, Ac
 if TYPE_CHECKING:
     from slipstream.array_types import Ints
 
-SliceCounts = int | Sequence[int]  # of every microbatch alike, or of each
+SliceCounts = int | Sequence[int]  # one number for all microbatches, or one for each
 
 
 @dataclass(frozen=True, eq=False, repr=False)

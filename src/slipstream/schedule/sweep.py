@@ -38,7 +38,7 @@ class ActionGraph(NamedTuple):
     first_after: Ints
     after: Ints
     limits: Floats  # bytes per rank
-    counts: Ints  # of ranks, channels, chains, and actions of the busiest rank with all backwards split
+    counts: Ints  # ranks, channels, chains, and the busiest rank's actions with all backwards split
 
 
 class ActionOrder(NamedTuple):
@@ -64,10 +64,10 @@ class SweepProgress(NamedTuple):
     """How far a sweep has come."""
 
     missing: Ints  # the predecessors of each action that haven't run
-    ready: Floats  # when the results of those that have are there
-    start: Floats  # of each action; -1 until it runs
-    free: Floats  # when each rank is
-    line_free: Floats  # when each channel is, and after these the lines of the ranks' copies
+    ready: Floats  # when the results of the predecessors that have run are there
+    start: Floats  # each action's start; -1 until it runs
+    free: Floats  # when each rank is free
+    line_free: Floats  # when each channel is free, and after these the lines of the ranks' copies
 
 
 class FixedRows(NamedTuple):
@@ -85,16 +85,16 @@ class Replays(NamedTuple):
     """
 
     firsts: Ints  # rank r's actions are firsts[r] up to firsts[r + 1]
-    seconds: Floats  # of each backward's
-    waits: Flags  # the backwards that have one
+    seconds: Floats  # the seconds of each backward's repeated forward
+    waits: Flags  # the backwards whose forward runs again
     whole: Flags  # the forwards that keep all their activations until their backward, which follows at once
     chosen: Flags  # the backwards of both kinds
     inputs: Ints  # the last action of its rank that it needs
     most_alive: int  # how many slices of a rank have all their activations at the same time, at most
-    places: Ints  # the result: the action before which each backward's stands, -1 without one
-    alive: Ints  # of each rank
-    following: Ints  # of each rank the next backward whose forward hasn't run again
-    kept_whole: Ints  # of each rank the next forward that stays whole
+    places: Ints  # the result: the action before which each backward's repeated forward stands, -1 without one
+    alive: Ints  # slices of each rank that have all their activations
+    following: Ints  # each rank's next backward whose forward hasn't run again
+    kept_whole: Ints  # each rank's next forward that stays whole
 
 
 class ByPriority(NamedTuple):
@@ -110,11 +110,11 @@ class ByPriority(NamedTuple):
     patience: float
     num_fillers: int  # the last numbers, of weight gradients
     order: ActionOrder  # the result
-    candidates: ActionOrder  # whose predecessors were placed
-    fillers: ActionOrder  # likewise
-    num_filled: Ints  # of the fillers
+    candidates: ActionOrder  # actions whose predecessors were placed
+    fillers: ActionOrder  # fillers whose predecessors were placed
+    num_filled: Ints  # each rank's fillers that were placed
     chosen: Ints  # the place of each rank's next action among its candidates; -1 for the next filler
-    start: Floats  # of that action; never where there is none
+    start: Floats  # the chosen action's start; never where there is none
     is_known: Flags  # False where another action may be better by now
     room: Floats  # the bytes that an action of a chain may take, (ranks, chains)
 
@@ -127,9 +127,9 @@ class ChainMemory(NamedTuple):
     """
 
     held: Floats
-    missing: Floats  # that a chain's remaining forwards take
-    open_actions: Ints  # of a chain that haven't run
-    total: Floats  # held by each rank
+    missing: Floats  # the bytes that a chain's remaining forwards take
+    open_actions: Ints  # a chain's actions that haven't run
+    total: Floats  # the bytes held by each rank
     least: Floats  # the bytes of each rank's smallest forward
     oldest: Ints  # the oldest open chain of each rank
     reach: Ints  # the first chain of each rank that, as all younger ones, hasn't even room for the smallest forward
@@ -142,11 +142,11 @@ class StageSlots(NamedTuple):
     that are due before it.
     """
 
-    due: Floats  # of each action
+    due: Floats  # when each action is due
     forwards: Ints  # the first forward of each stage, (ranks, 2); the others' numbers follow
-    ends: Ints  # after the last one
+    ends: Ints  # each stage's last forward, plus one
     of_stage: Ints  # the slots that each stage has left, (ranks, 2)
-    of_rank: Ints  # and each rank, for its two stages together
+    of_rank: Ints  # the slots that each rank has left, for its two stages together
 
 
 class HeadGaps(NamedTuple):
@@ -158,13 +158,13 @@ class HeadGaps(NamedTuple):
     """
 
     unit: float
-    microbatch: Ints  # of each action
+    microbatch: Ints  # each action's microbatch
     ends_forwards: Flags  # whether an action is its microbatch's last forward on the last stage
     later: Floats  # the priority of each action whose microbatch is through
-    is_gradient: Flags  # of the embedding
-    num_gradients: Ints  # that may run, of each rank
+    is_gradient: Flags  # the embedding's gradients
+    num_gradients: Ints  # each rank's gradients of the embedding that may run
     most_gradients: int
-    gradient_class: float  # from which such a gradient is raised to class 0
+    gradient_class: float  # the class from which such a gradient is raised to class 0
 
 
 def no_progress(graph: ActionGraph) -> SweepProgress:

@@ -38,7 +38,7 @@ def running_order(
         ScheduleError: the ranks get stuck; the message names the cycle of ranks that wait for each other.
     """
     rows = schedule.actions if rows is None else rows
-    done: dict[Action, None] = {}  # in order
+    done: dict[Action, None] = {}  # the actions that have run, in order
     reached = [0] * schedule.num_ranks
     stuck: dict[Action, list[int]] = {}  # awaited action -> ranks that wait for it
     ready = deque(range(schedule.num_ranks))
@@ -129,7 +129,7 @@ def validate(schedule: Schedule) -> list[Action]:
 
 
 _COMPLETE = (Op.F, Op.B, Op.I, Op.W)
-_ALONE = frozenset(_COMPLETE) | COMMUNICATION | VOCABULARY | {Op.REDUCE_GRAD}  # with rules of their own
+_ALONE = frozenset(_COMPLETE) | COMMUNICATION | VOCABULARY | {Op.REDUCE_GRAD}  # operations with rules of their own
 _FOR_BACKWARDS = (Op.R, Op.OFFLOAD, Op.RELOAD)
 _AFTER_BACKWARDS = {Op.V: Op.VW, Op.E: Op.EW}
 
