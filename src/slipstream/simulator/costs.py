@@ -223,17 +223,17 @@ class MeasuredCost(CostModel):
 class MemoryKind(StrEnum):
     """The purpose of held bytes; the comments say from when to when."""
 
-    PARAMETERS = "parameters"  # and buffers: always
+    PARAMETERS = "parameters"  # with buffers: always
     GRADIENTS = "gradients"  # .grad: from the stage's first backward on
     OPTIMIZER = "optimizer state"  # always
     MESSAGES = "messages"  # the transport's buffers: always, after the first step; and messages that wait
     # a stage of the same rank
     ACTIVATIONS = "activations"  # saved: from F, or R, to B or I; not while they are on the host
     WEIGHT_INPUTS = "inputs of W"  # left by I: activations and output gradients that weight gradients need
-    VOCABULARY = "parts of the head"  # of a spread one: the probabilities of a rank's rows, from V to VW
+    VOCABULARY = "parts of the head"  # a spread head's: the probabilities of a rank's rows, from V to VW
     CONTEXT = "context"  # K and V: from a microbatch's first F on the stage to its last B or I there, or last F
-    CONTEXT_GRADIENTS = "context gradients"  # from its first B or I to its last
-    WORKSPACE = "workspace"  # tensors that the running action has made so far
+    CONTEXT_GRADIENTS = "context gradients"  # their gradients: from the microbatch's first B or I to its last
+    WORKSPACE = "workspace"  # the tensors that the running action has made so far
 
 
 class StageSlice(NamedTuple):
@@ -363,7 +363,7 @@ class RankMemory:
         return self.worst.most
 
 
-MemoryTables = MemoryTable | Sequence[MemoryTable]  # of all microbatches alike, or of each
+MemoryTables = MemoryTable | Sequence[MemoryTable]  # one table for all microbatches, or one for each
 
 
 def table_of(tables: MemoryTables, microbatch: int) -> MemoryTable:

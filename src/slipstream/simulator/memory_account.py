@@ -51,7 +51,7 @@ from slipstream.simulator.costs import (
 
 _F, _B, _I, _W = (NUMBERS[op] for op in (Op.F, Op.B, Op.I, Op.W))
 _ALWAYS = MemoryKind.PARAMETERS, MemoryKind.OPTIMIZER, MemoryKind.MESSAGES
-NO_MOMENT = Footprint(0.0, -np.inf)  # of a reduction: the next action holds as much
+NO_MOMENT = Footprint(0.0, -np.inf)  # a reduction's: the next action holds as much
 GRADIENT_MAKERS = ((Op.B,), (Op.I,), (Op.W,), (Op.VW, Op.EW))  # the ops of which a stage's first makes weight gradients
 
 
@@ -174,7 +174,8 @@ class OrderBytes:
             places = np.flatnonzero(first_of(stage, self.arrays.is_one_of(*makers)))
             firsts[row, stage[places]] = places
         makes = firsts < size
-        makes[1:3] &= firsts[1:3] < firsts[0]  # where B came before there is nothing left to make
+        # Where B came before there is nothing left to make.
+        makes[1:3] &= firsts[1:3] < firsts[0]
         more = self.made.copy()
         more[0] -= (self.made[1:3] * makes[1:3]).sum(axis=0)
         takes, during, at = np.zeros(size), self.peaks.copy(), firsts[makes]
@@ -286,7 +287,8 @@ class OrderBytes:
         and of all others."""
         of_whole, of_others = list[tuple[float, ...]](), list[tuple[float, ...]]()
         sizes = {op: sizes.tolist() for op, sizes in (*self.buffers.items(), (Op.F, self.payload + self.header))}
-        sizes |= {op: sizes.get(Op.E, []) for op in (Op.B, Op.I)}  # a gradient of embeddings is as large as they are
+        # A gradient of embeddings is as large as they are.
+        sizes |= {op: sizes.get(Op.E, []) for op in (Op.B, Op.I)}
         firsts = [*accumulate(self.arrays.schedule.slice_counts, initial=0)]
         done = iter(self._messages.done.tolist())
         lowered = with_far_messages(self.lowered or add_communication(self.arrays.schedule))
@@ -320,7 +322,8 @@ def _head_buffers(schedule: Schedule, rank: int) -> Iterator[tuple[Action, list[
                 waiting = sent[channel(earlier, schedule)]
                 while earlier in waiting:
                     changes.append((waiting.popleft(), -1))
-        if action.op is Op.VW:  # V keeps the head's input until then
+        # V keeps the head's input until VW.
+        if action.op is Op.VW:
             mine = [*far_inputs(action.with_op(Op.V), schedule), *mine]
         if action.op is not Op.V:
             changes += [(send, -1) for send in mine if not is_here(send, schedule)]

@@ -102,7 +102,8 @@ def end_times(arrays: ActionArrays, cost: CostModel) -> tuple[Floats, Floats]:
     from slipstream.simulator.action_graph import result_delays, timed
 
     graph, order = timed(arrays, cost)
-    if arrays.schedule.spreads_vocabulary:  # results go to several ranks, which aren't equally far
+    # Results of a spread head go to several ranks, which aren't equally far.
+    if arrays.schedule.spreads_vocabulary:
         start = delayed_start_times(graph, order, result_delays(arrays, graph, cost))
     else:
         start = start_times(graph, order)
@@ -114,11 +115,13 @@ def step_seconds(schedule: Schedule, cost: CostModel) -> float:
 
     Raises ScheduleError where the ranks get stuck.
     """
-    if schedule.is_lowered:  # a message leaves when both ends are posted
+    # A message that is written out leaves when both ends are posted.
+    if schedule.is_lowered:
         return float(simulate(schedule, cost).makespan)
     ends, _ = end_times(_arrays(schedule, cost), cost)
     if ends.min() < 0:
-        simulate(schedule, cost)  # says which ranks wait for each other
+        # This raises, and says which ranks wait for each other.
+        simulate(schedule, cost)
     return float(ends.max())
 
 
