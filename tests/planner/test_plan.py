@@ -12,6 +12,7 @@ import yaml
 
 from slipstream.errors import SlipstreamError
 from slipstream.planner.plan import CHOICES, FIELDS, MESH, ONE_DEVICE, OPEN, Plan
+from slipstream.planner.plan_fields import PLAN_FIELDS
 from slipstream.planner.search import GlobalBatch, PlanOptions, evaluate
 from slipstream.planner.search.plan_space import PlanSpace
 from slipstream.schedule import add_communication, make_schedule, spread_vocabulary
@@ -37,7 +38,12 @@ FOUND = Plan(schedule=ORDER, data_parallel=1, recompute="stage", offload=0.5).cl
 
 
 def test_every_choice_of_a_search_is_a_field() -> None:
-    assert {*MESH} < {*CHOICES} < {*FIELDS}
+    """Each is described by one entry: its values, its words in a line, and its column."""
+    assert {*MESH} < {*CHOICES} < {*PLAN_FIELDS} < {*FIELDS}
+    assert all(name == field.name for name, field in PLAN_FIELDS.items())
+    shown = " ".join(PLAN_FIELDS[name].named_value(NAMED) for name in CHOICES)
+    assert "tensor parallel 2 pipeline parallel 2 data parallel 3 stages per rank 2 schedule interleaved-1f1b" in shown
+    assert "slices 2 recompute full offload none sharded optimizer slicing equal-time" in shown
 
 
 def test_the_options_of_a_search_are_the_choices_of_a_plan() -> None:
@@ -55,6 +61,8 @@ def test_the_options_of_a_search_are_the_choices_of_a_plan() -> None:
         PlanOptions(partition=(2, 2))
     with pytest.raises(SlipstreamError, match="shard='all' isn't known"):
         options.changed(shard="all")
+    with pytest.raises(SlipstreamError, match=r"offload=1\.5: give the share of slices that is offloaded, 0 to 1"):
+        options.changed(offload=(0, 1.5))
 
 
 def test_what_is_open_is_one_object_wherever_it_goes() -> None:
@@ -98,6 +106,9 @@ def test_a_plan_is_described_on_one_line() -> None:
         "1 exact slice, 1 sequence per microbatch"
     )
     assert Plan(pipeline_parallel=4, offload=0.5).describe() == "pipeline 4, 50% offloaded"
+    assert Plan(context_exchange="keys", stages_per_rank=2, shard="parameters", vocabulary="spread").describe() == (
+        "2 stages per rank, vocabulary spread, parameters sharded"
+    )
     assert Plan().describe() == ""
 
 
@@ -107,6 +118,8 @@ def test_a_plan_is_described_on_one_line() -> None:
         (replace(NAMED, schedule="1f1c"), "schedule='1f1c' isn't known. Choose one of gpipe, "),
         (replace(NAMED, recompute="all"), "recompute='all' isn't known. Choose one of none, "),
         (replace(NAMED, data_parallel=0), "data_parallel=0: give a whole number of 1 or more."),
+        (replace(NAMED, offload="all"), "offload='all': give the share of slices that is offloaded, 0 to 1."),
+        (replace(NAMED, context_exchange="all"), "context_exchange='all' isn't known. Choose one of heads, keys."),
         (replace(NAMED, offload=2.0), "offload=2.0: give the share of slices that is offloaded, 0 to 1."),
         (replace(NAMED, slices=(512, 0)), r"slices=\[512, 0\]: give the tokens of each slice, at least 1."),
         (replace(NAMED, num_slices=3), "num_slices=3, but slices has 2. Make them equal."),

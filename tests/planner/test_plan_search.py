@@ -18,7 +18,8 @@ from slipstream.model.adapters import Adapter
 from slipstream.model.trained_weights import TrainedWeights
 from slipstream.number_format import NF4
 from slipstream.planner.find_plan import find_plan
-from slipstream.planner.plan import AUTO, CHOICES, ONE_DEVICE, Plan
+from slipstream.planner.plan import CHOICES, ONE_DEVICE, Plan
+from slipstream.planner.plan_fields import AUTO
 from slipstream.planner.plan_report import PlanReport
 from slipstream.planner.report import reasons
 from slipstream.planner.search import ClusterProblem, plan_space

@@ -225,10 +225,10 @@ def _tables(plan: PlanReport, shared: Container[str]) -> tuple[Table, Table]:
     from slipstream.planner.report import COLUMNS, memory_text
     from slipstream.units import bytes_text
 
-    cells = {name: cell for name, cell in COLUMNS.items() if name not in shared}
-    plans = Table(*cells, box=SIMPLE_HEAD, pad_edge=False)
+    columns = {name: column for name, column in COLUMNS.items() if name not in shared}
+    plans = Table(*columns, box=SIMPLE_HEAD, pad_edge=False)
     for prediction in plan.predictions:
-        plans.add_row(*(cell(prediction) for cell in cells.values()))
+        plans.add_row(*(column.text(prediction) for column in columns.values()))
     best = plan.best
     memory = Table(f"memory of rank {best.fullest_rank}", memory_text(best), box=SIMPLE_HEAD, pad_edge=False)
     for kind, size in best.memory[best.fullest_rank].items():

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any
 
 from slipstream.errors import SlipstreamError
 from slipstream.options import SHARED_WORK, Degrees
+from slipstream.planner.plan_fields import AUTO, PLAN_FIELDS, is_layers
 from slipstream.schedule import AUTOMATIC, SCHEDULES, Schedule, make_schedule
 from slipstream.units import numbers_text, plural
-
-AUTO = "auto"  # the schedule and slicing of the joint search's plans
 
 
 class _Open:
@@ -27,16 +27,6 @@ class _Open:
 
 OPEN: Any = _Open()
 """The value of a plan's field that isn't decided yet."""
-
-ALLOWED: Mapping[str, tuple[str, ...]] = {
-    "schedule": (*SCHEDULES, AUTO),
-    "recompute": ("none", "selective", "full", "stage", "stage+full"),
-    "shard": ("none", "optimizer", "parameters"),
-    "vocabulary": ("whole", "spread"),
-    "slicing": ("equal-time", "exact", AUTO),
-    "context_exchange": ("heads", "keys"),
-}
-"""The names that a field of a plan may have."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -98,27 +88,7 @@ class Plan:
 
     def __hash__(self) -> int:
         # A search looks plans up hundreds of thousands of times. An order is left out: its slices and cut are hashed.
-        return hash(
-            (
-                self.tensor_parallel,
-                self.pipeline_parallel,
-                self.data_parallel,
-                self.stages_per_rank,
-                self.schedule_name,
-                self.microbatch_size,
-                self.num_slices,
-                self.recompute,
-                self.offload,
-                self.shard,
-                self.slicing,
-                self.context_parallel,
-                self.expert_parallel,
-                self.context_exchange,
-                self.vocabulary,
-                self.partition,
-                self.slices,
-            )
-        )
+        return hash(_hashed(self))
 
     # --- what is decided ---------------------------------------------------------------------------------------------
 
@@ -202,36 +172,7 @@ class Plan:
 
     def describe(self) -> str:
         """Returns the choices on one line, without what is open, and without ways to save memory that aren't used."""
-        parts = [
-            self._degrees_text(),
-            self._text("expert_parallel", "experts over {} ranks", unless=(1,)),
-            self._text("schedule", "schedule {}"),
-            "" if self.stages_per_rank is OPEN else f"{plural(self.stages_per_rank, 'stage')} per rank",
-            "" if self.num_slices is OPEN else plural(self.num_slices, self._slice_text()),
-            "" if self.microbatch_size is OPEN else f"{plural(self.microbatch_size, 'sequence')} per microbatch",
-            self._text("recompute", "recompute {}", unless=("none",)),
-            self._text("offload", "{:.0%} offloaded", unless=(0,)),
-            self._text("vocabulary", "vocabulary {}", unless=("whole",)),
-            {"optimizer": "optimizer state sharded", "parameters": "parameters sharded"}.get(self.shard, ""),
-        ]
-        return ", ".join(filter(None, parts))
-
-    def _text(self, name: str, text: str, unless: tuple[object, ...] = ()) -> str:
-        value = self.choice(name)
-        return "" if value is OPEN or value in unless else text.format(value)
-
-    def _slice_text(self) -> str:
-        return "exact slice" if self.slicing == "exact" else "slice"
-
-    def _degrees_text(self) -> str:
-        exchange = "" if self.context_exchange is OPEN else f" by {self.context_exchange}"
-        degrees = [
-            self._text("tensor_parallel", "tensor {}"),
-            self._text("context_parallel", "context {}" + exchange, unless=(1,)),
-            self._text("pipeline_parallel", "pipeline {}"),
-            self._text("data_parallel", "data {}"),
-        ]
-        return " x ".join(filter(None, degrees))
+        return ", ".join(filter(None, (field.phrase(self) for field in PLAN_FIELDS.values())))
 
     def __str__(self) -> str:
         return self.describe()
@@ -254,17 +195,10 @@ class Plan:
 
     def check(self) -> None:
         """Raises SlipstreamError where a field has a value that isn't allowed, or two of them contradict each other."""
-        for name, allowed in ALLOWED.items():
+        for name, field in PLAN_FIELDS.items():
             value = self.choice(name)
-            possible = (OPEN, *allowed, *_UNPREDICTED.get(name, ()))
-            if value not in possible and not _is_layers(name, value):
-                raise SlipstreamError(f"{name}={value!r} isn't known. Choose one of {', '.join(allowed)}.")
-        for name in _COUNTS:
-            value = getattr(self, name)
-            if value is not OPEN and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise SlipstreamError(f"{name}={value!r}: give a whole number of 1 or more.")
-        if self.offload is not OPEN and not 0 <= self.offload <= 1:
-            raise SlipstreamError(f"offload={self.offload!r}: give the share of slices that is offloaded, 0 to 1.")
+            if value is not OPEN and not field.is_unplanned(value):
+                field.check(value)
         if self.slices is not OPEN and min(self.slices, default=0) < 1:
             raise SlipstreamError(f"slices={[*self.slices]}: give the tokens of each slice, at least 1.")
         self._check_agreement()
@@ -291,7 +225,7 @@ class Plan:
     @property
     def recompute_setting(self) -> str | int:
         """The recomputation as `memory.recompute` has it: layers as a number."""
-        return int(self.recompute) if _is_layers("recompute", self.recompute) else self.recompute
+        return int(self.recompute) if is_layers(self.recompute) else self.recompute
 
     # --- the settings of a training ----------------------------------------------------------------------------------
 
@@ -396,6 +330,7 @@ MESH = (
 NOTHING_DECIDED = Plan()
 """The plan of which all is open."""
 ONE_DEVICE = Plan(
+    **{name: field.plain for name, field in PLAN_FIELDS.items() if field.plain is not None},
     tensor_parallel=1,
     pipeline_parallel=1,
     data_parallel=1,
@@ -403,32 +338,15 @@ ONE_DEVICE = Plan(
     schedule="1f1b",
     microbatch_size=1,
     num_slices=1,
-    recompute="none",
-    offload=0.0,
-    shard="none",
     slicing="equal-time",
-    context_parallel=1,
-    expert_parallel=1,
     context_exchange="heads",
-    vocabulary="whole",
 )
 """The choices of a device by itself, which saves no memory: others begin with these."""
-_COUNTS = (
-    *(name for name in MESH if name != "context_exchange"),
-    "stages_per_rank",
-    "num_slices",
-    "num_microbatches",
-)
 _IMPLIED_BY = {"num_slices": "slices", "slicing": "slices", "stages_per_rank": "placement"}
 
 
-# What a training may have besides, and no search chooses: of "auto" the run decides
-_UNPREDICTED = {"recompute": ("segments",), "context_exchange": (AUTO,)}
-
-
-def _is_layers(name: str, value: object) -> bool:
-    """Returns whether a choice is the number of layers that are recomputed."""
-    return name == "recompute" and isinstance(value, str) and value.isdigit() and value != "0"
+# The fields by which plans are looked up, and found orders by their name.
+_hashed = attrgetter(*({"schedule": "schedule_name"}.get(name, name) for name in CHOICES), "partition", "slices")
 
 
 @lru_cache(maxsize=4096)

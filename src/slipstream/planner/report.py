@@ -8,11 +8,12 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from html import escape
 from math import isfinite
 from pathlib import Path
+from typing import NamedTuple
 from xml.etree import ElementTree
 
 from slipstream.html_parts import Bar, NumberText, bar_chart, details, fact_tiles, html_list, html_page, section, table
-from slipstream.options import SHARED_WORK, SharedWork
 from slipstream.planner.plan import CHOICES, Plan
+from slipstream.planner.plan_fields import PLAN_FIELDS, PlanField
 from slipstream.planner.plan_report import Alternative, PlanReport, Prediction
 from slipstream.simulator import MemoryKind
 from slipstream.timeline import Timeline, TimelineWindow, draw_timelines
@@ -26,31 +27,11 @@ _MOST_NUMBERS = 16  # in a list of them
 
 # --- a plan --------------------------------------------------------------------------------------------------------
 
-_NAMES = {"num_slices": "slices", "shard": "sharded"}  # of choices; others are named as they are
-
-
-def choice_text(choice: str, plan: Plan) -> str:
-    """Returns the value of one choice of a plan."""
-    value = plan.choice(choice)
-    if choice == "offload":
-        return f"{value:.0%}" if value else "none"
-    return str(value)
-
-
-def _named_choice(choice: str, plan: Plan) -> str:
-    return f"{_NAMES.get(choice, choice.replace('_', ' '))} {choice_text(choice, plan)}"
-
 
 def slices_text(slices: Sequence[int]) -> str:
     """Returns the number of slices and their lengths."""
     lengths = f"{slices[0]:,}" if len(set(slices)) == 1 else numbers_text(slices)
     return f"{plural(len(slices), 'slice')} of {lengths} tokens"
-
-
-def stages_text(placement: Sequence[int]) -> str:
-    """Returns the number of stages on a rank, or the fewest and the most."""
-    counts = {placement.count(rank) for rank in placement}
-    return " or ".join(str(count) for count in sorted(counts, reverse=True))
 
 
 def _numbers(numbers: Sequence[float]) -> str:
@@ -73,59 +54,34 @@ def cut_lines(prediction: Prediction) -> list[str]:
     return lines
 
 
-def _degree(way: SharedWork) -> Callable[[Prediction], str]:
-    """Returns the cell of a way to share work."""
-    return lambda prediction: choice_text(way.choice, prediction.plan)
+class Column(NamedTuple):
+    """A column of the table of predictions."""
+
+    text: Callable[[Prediction], str]  # of a cell
+    meaning: str = ""  # in the legend; "" where the heading says it
 
 
-_OWN_COLUMNS = [way for way in SHARED_WORK if way.axis != "tp"]  # which stands beside the pipeline's ranks
+def _chosen(field: PlanField) -> Column:
+    """Returns the column of a field of the predictions' plans."""
+    return Column(lambda prediction: field.in_column(prediction.plan), field.meaning)
 
-COLUMNS: Mapping[str, Callable[[Prediction], str]] = {
-    "tp x pp x dp": lambda p: " x ".join(
-        choice_text(f"{kind}_parallel", p.plan) for kind in ("tensor", "pipeline", "data")
-    ),
-    **{way.axis: _degree(way) for way in _OWN_COLUMNS},
-    "stages per rank": lambda p: stages_text(p.plan.placement),
-    "schedule": lambda p: choice_text("schedule", p.plan),
-    "slices": lambda p: choice_text("num_slices", p.plan),
-    "slicing": lambda p: choice_text("slicing", p.plan),
-    "microbatches": lambda p: f"{p.plan.num_microbatches} of {p.plan.microbatch_size}",
-    "recompute": lambda p: choice_text("recompute", p.plan),
-    "offload": lambda p: choice_text("offload", p.plan),
-    "vocabulary": lambda p: choice_text("vocabulary", p.plan),
-    "sharded": lambda p: choice_text("shard", p.plan),
-    "step": lambda p: seconds_text(p.step_seconds),
-    "tokens/s": lambda p: count_text(p.tokens_per_second),
-    "MFU": lambda p: share_text(p.mfu),
-    "idle": lambda p: share_text(p.idle_fraction),
-    "memory": lambda p: memory_text(p),
+
+_CHOSEN = {field.title: _chosen(field) for field in PLAN_FIELDS.values() if field.title}
+
+COLUMNS: Mapping[str, Column] = _CHOSEN | {
+    "step": Column(lambda p: seconds_text(p.step_seconds), "seconds of an optimizer step"),
+    "tokens/s": Column(lambda p: count_text(p.tokens_per_second), "of all devices together"),
+    "MFU": Column(lambda p: share_text(p.mfu), "the share of the devices' peak that the model's own FLOPs take"),
+    "idle": Column(lambda p: share_text(p.idle_fraction), "the share of the ranks' time without computation"),
+    "memory": Column(lambda p: memory_text(p), "of the fullest rank"),
 }
-"""The columns of the table of predictions: heading -> the text of a cell."""
-
-_LEGEND = {
-    "tp x pp x dp": "devices that share every layer, ranks of a pipeline, pipelines that share the batch",
-    **{way.axis: way.meaning for way in _OWN_COLUMNS},
-    "stages per rank": "parts of the model on a rank",
-    "schedule": "the order of forwards and backwards",
-    "slices": "parts of a sequence",
-    "slicing": "how their lengths were found",
-    "microbatches": "of a pipeline's step, each of so many sequences",
-    "vocabulary": "whether the head's rows are spread over the ranks of a pipeline",
-    "sharded": "what is spread over ranks with the same weights",
-    "step": "seconds of an optimizer step",
-    "tokens/s": "of all devices together",
-    "MFU": "the share of the devices' peak that the model's own FLOPs take",
-    "idle": "the share of the ranks' time without computation",
-    "memory": "of the fullest rank",
-}
+"""The columns of the table of predictions, by their headings: first what is chosen, then what is predicted."""
 
 
 def legend_text(left_out: Container[str] = ()) -> str:
     """Returns the columns' meanings, in a line."""
-    return "; ".join(f"{name}: {what}" for name, what in _LEGEND.items() if name not in left_out) + "."
-
-
-_NUM_CHOSEN = [*COLUMNS].index("step")  # the first columns are choices, the others predictions
+    meanings = {name: column.meaning for name, column in COLUMNS.items() if column.meaning and name not in left_out}
+    return "; ".join(f"{name}: {what}" for name, what in meanings.items()) + "."
 
 
 def memory_text(prediction: Prediction) -> str:
@@ -136,7 +92,8 @@ def memory_text(prediction: Prediction) -> str:
 
 def shared_choices(predictions: Sequence[Prediction]) -> dict[str, str]:
     """Returns heading and value of the choices, other than the degrees, that are the same in every row."""
-    values = {name: {COLUMNS[name](prediction) for prediction in predictions} for name in list(COLUMNS)[1:_NUM_CHOSEN]}
+    _, *others = _CHOSEN.items()
+    values = {name: {column.text(prediction) for prediction in predictions} for name, column in others}
     return {name: distinct.pop() for name, distinct in values.items() if len(distinct) == 1}
 
 
@@ -158,17 +115,18 @@ def reasons(plan: PlanReport) -> list[str]:
     for alternative in plan.alternatives:
         groups.setdefault(alternative.prediction.plan, []).append(alternative)
     lines = [_reason([alternative.choice for alternative in group], group[0], best) for group in groups.values()]
-    refused = [f"{_named_choice(choice, best.plan)}: {reason}" for choice, reason in plan.refusals.items()]
+    refused = [f"{PLAN_FIELDS[choice].named_value(best.plan)}: {reason}" for choice, reason in plan.refusals.items()]
     return lines + refused
 
 
 def _reason(choices: Sequence[str], alternative: Alternative, best: Prediction) -> str:
     other, mine = alternative.prediction.plan, best.plan
-    instead = ", ".join(f"{_named_choice(choice, other)} instead of {choice_text(choice, mine)}" for choice in choices)
+    chosen = [PLAN_FIELDS[choice] for choice in choices]
+    instead = ", ".join(f"{field.named_value(other)} instead of {field.value(mine)}" for field in chosen)
     different = [choice for choice in CHOICES if other.choice(choice) != mine.choice(choice)]
     longer = alternative.prediction.step_seconds / best.step_seconds - 1
     changes = [f"{seconds_text(abs(s))} {'more' if s > 0 else 'less'} {c}" for c, s in _main_changes(alternative, best)]
-    others = ", ".join(_named_choice(choice, other) for choice in different if choice not in choices)
+    others = ", ".join(PLAN_FIELDS[choice].named_value(other) for choice in different if choice not in choices)
     notes = "; ".join(filter(None, [", ".join(changes), f"with {others}" if others else ""]))
     how_much = f"{longer:+.1%}" if abs(longer) >= _TINY else "as fast"
     return f"{instead}: {how_much}, {bytes_text(alternative.prediction.peak_memory)}" + (f" ({notes})" if notes else "")
@@ -297,9 +255,9 @@ def _headline(plan: PlanReport) -> str:
 
 def _table(plan: PlanReport) -> str:
     shared = shared_choices(plan.predictions)
-    columns = {name: cell for name, cell in COLUMNS.items() if name not in shared}
+    columns = {name: column.text for name, column in COLUMNS.items() if name not in shared}
     columns["memory"] = lambda prediction: bytes_text(prediction.peak_memory)  # the headline has the limit, too
-    cells = [[cell(prediction) for cell in columns.values()] for prediction in plan.predictions]
+    cells = [[text(prediction) for text in columns.values()] for prediction in plan.predictions]
     rows = [(f"plan {place}", *row) for place, row in enumerate(cells, 1)]
     more = f"<p class='soft'>{escape(shared_text(shared))}</p>" if shared else ""
     return section("The best plans", table(["", *columns], rows, best=0) + more)

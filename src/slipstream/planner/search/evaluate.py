@@ -28,7 +28,8 @@ from slipstream.cost import (
 )
 from slipstream.errors import SlipstreamError
 from slipstream.planner.joint import JointProblem, spread_costs
-from slipstream.planner.plan import ALLOWED, Plan
+from slipstream.planner.plan import Plan
+from slipstream.planner.plan_fields import PLAN_FIELDS
 from slipstream.planner.search.placed_partition import PlacedPartition
 from slipstream.planner.search.savings import SAVINGS
 from slipstream.planner.search.schedule_shape import ScheduleShape, cached_schedule, with_savings
@@ -352,7 +353,7 @@ def evaluate(
 
 def _check_known(plan: Plan, costs: Costs, host: HostMemorySpec | None) -> None:
     """Raises SlipstreamError for choices of a training whose costs aren't known, and for costs of other ranks."""
-    known, schedule = ALLOWED["recompute"], plan.schedule
+    known, schedule = PLAN_FIELDS["recompute"].names, plan.schedule
     if plan.recompute not in known:
         raise SlipstreamError(
             f"recompute={plan.recompute!r} can't be predicted: what it takes isn't known. Choose one of "

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from slipstream.errors import SlipstreamError, did_you_mean
-from slipstream.planner.plan import ALLOWED, CHOICES
-from slipstream.schedule import schedule_hint
+from slipstream.planner.plan import CHOICES
+from slipstream.planner.plan_fields import COUNTS, PLAN_FIELDS
 
 _LEAST_MEMORY = 1e6  # bytes; a smaller number was meant as gigabytes
 _NUM_SIMULATED = 200
@@ -78,23 +78,14 @@ def _checked(name: str, value: Any) -> tuple[Any, ...]:
 
 
 def _checked_value(name: str, value: Any) -> Any:
-    if name in ALLOWED:
-        if value not in ALLOWED[name]:
-            hint = (schedule_hint if name == "schedule" else did_you_mean)(str(value), ALLOWED[name])
-            raise SlipstreamError(f"{name}={value!r} isn't known{hint} Choose one of {', '.join(ALLOWED[name])}.")
-    elif name == "offload":
-        if not (isinstance(value, (int, float)) and 0 <= value <= 1):
-            raise SlipstreamError(f"offload={value!r}: give the share of slices that is offloaded, 0 to 1.")
-    else:
-        check_count(name, value)
+    PLAN_FIELDS[name].check(value, suggests=True)
     return value
 
 
 def check_count(name: str, value: Any) -> int:
     """Returns a value that is a whole number of 1 or more; SlipstreamError otherwise."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise SlipstreamError(f"{name}={value!r}: give a whole number of 1 or more.")
-    return value
+    COUNTS.check(name, value)
+    return int(value)
 
 
 def _memory(value: Any) -> float:

@@ -27,7 +27,8 @@ from slipstream.cost import (
 )
 from slipstream.errors import SlipstreamError
 from slipstream.planner.joint import JointPlan
-from slipstream.planner.plan import AUTO, ONE_DEVICE, OPEN, Plan, placement_of
+from slipstream.planner.plan import ONE_DEVICE, OPEN, Plan, placement_of
+from slipstream.planner.plan_fields import AUTO
 from slipstream.planner.plan_report import Prediction
 from slipstream.planner.search.bounds import GroupBounds, MemoryBound, PlanGroup, StageSizes
 from slipstream.planner.search.evaluate import (

@@ -1,0 +1,267 @@
+"""The fields of a plan one by one: the values that each may have, and how people read it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from slipstream.errors import SlipstreamError, did_you_mean
+from slipstream.options import SHARED_WORK
+from slipstream.schedule import SCHEDULES, schedule_hint
+from slipstream.units import plural
+
+AUTO = "auto"  # the schedule and slicing of the joint search's plans
+
+
+class Decisions(Protocol):
+    """The values of all fields: what a field's description reads of a `Plan`."""
+
+    def is_open(self, name: str) -> bool:
+        """Returns whether a field isn't decided."""
+
+    def choice(self, name: str) -> Any:
+        """Returns the value of a field as options name it."""
+
+
+class NumberRule(NamedTuple):
+    """The numbers that a field may have, and what is said of others."""
+
+    allows: Callable[[Any], bool]
+    advice: str
+
+    def check(self, name: str, value: Any) -> None:
+        """Raises SlipstreamError for another value of what is called `name`."""
+        if not self.allows(value):
+            raise SlipstreamError(f"{name}={value!r}: {self.advice}.")
+
+
+COUNTS = NumberRule(
+    lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= 1,
+    "give a whole number of 1 or more",
+)
+_SHARES = NumberRule(
+    lambda value: isinstance(value, (int, float)) and 0 <= value <= 1,
+    "give the share of slices that is offloaded, 0 to 1",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanField:
+    """The description of one field of a plan.
+
+    Args:
+        name: of the field.
+        names: that it may have. Empty: it has numbers.
+        numbers: that it may have instead.
+        hint: returns the end of a sentence that says that a name is unknown, given that and the known ones.
+        is_unplanned: returns whether a training may have a value that no search chooses, as its costs aren't known.
+        plain: the value of a device by itself, which saves no memory: it isn't worth saying. None: all are said.
+        said: its words in the line about a plan, with `{}` for the value, or a function of the plan. Empty: none.
+        called: its name before a value, in sentences. Empty: the field's.
+        text: returns a value as people read it.
+        title: the heading of its column in a table of plans. Empty: it has none.
+        meaning: of the column, in the legend. Empty: the title says it.
+        cell: returns what the column has, where that is more than the value.
+    """
+
+    name: str
+    names: tuple[str, ...] = ()
+    numbers: NumberRule = COUNTS
+    hint: Callable[[str, Sequence[str]], str] = did_you_mean
+    is_unplanned: Callable[[Any], bool] = lambda value: False
+    plain: Any = None
+    said: str | Callable[[Decisions], str] = ""
+    called: str = ""
+    text: Callable[[Any], str] = str
+    title: str = ""
+    meaning: str = ""
+    cell: Callable[[Decisions], str] | None = None
+
+    def check(self, value: Any, suggests: bool = False) -> None:
+        """Raises SlipstreamError for a value that no search can choose; with `suggests` it names the one that was
+        meant."""
+        if not self.names:
+            self.numbers.check(self.name, value)
+        elif value not in self.names:
+            hint = self.hint(str(value), self.names) if suggests else "."
+            raise SlipstreamError(f"{self.name}={value!r} isn't known{hint} Choose one of {', '.join(self.names)}.")
+
+    def phrase(self, plan: Decisions) -> str:
+        """Returns its words in the line about a plan; "" for what is open or plain."""
+        if not isinstance(self.said, str):
+            return self.said(plan)
+        value = plan.choice(self.name)
+        return "" if plan.is_open(self.name) or value == self.plain else self.said.format(value)
+
+    def named_value(self, plan: Decisions) -> str:
+        """Returns its name and its value in a plan."""
+        return f"{self.called or self.name.replace('_', ' ')} {self.value(plan)}"
+
+    def value(self, plan: Decisions) -> str:
+        """Returns its value in a plan."""
+        return self.text(plan.choice(self.name))
+
+    def in_column(self, plan: Decisions) -> str:
+        """Returns what its column has for a plan."""
+        return self.value(plan) if self.cell is None else self.cell(plan)
+
+
+def _decided(plan: Decisions, name: str, text: str) -> str:
+    """Returns words about a field, with `{}` for its value; "" where it is open."""
+    return "" if plan.is_open(name) else text.format(plan.choice(name))
+
+
+def _counted(plan: Decisions, name: str, noun: str) -> str:
+    """Returns the number that a field has, with its noun; "" where it is open."""
+    return "" if plan.is_open(name) else plural(plan.choice(name), noun)
+
+
+def _said_degrees(plan: Decisions) -> str:
+    exchange = _decided(plan, "context_exchange", " by {}")
+    degrees = [
+        _decided(plan, "tensor_parallel", "tensor {}"),
+        "" if plan.choice("context_parallel") == 1 else _decided(plan, "context_parallel", "context {}" + exchange),
+        _decided(plan, "pipeline_parallel", "pipeline {}"),
+        _decided(plan, "data_parallel", "data {}"),
+    ]
+    return " x ".join(filter(None, degrees))
+
+
+def _said_order(plan: Decisions) -> str:
+    stages = _counted(plan, "stages_per_rank", "stage")
+    parts = [_decided(plan, "schedule", "schedule {}"), f"{stages} per rank" if stages else ""]
+    return ", ".join(filter(None, parts))
+
+
+def _said_slices(plan: Decisions) -> str:
+    return _counted(plan, "num_slices", "exact slice" if plan.choice("slicing") == "exact" else "slice")
+
+
+def _said_sequences(plan: Decisions) -> str:
+    sequences = _counted(plan, "microbatch_size", "sequence")
+    return f"{sequences} per microbatch" if sequences else ""
+
+
+def _said_shards(plan: Decisions) -> str:
+    return {"optimizer": "optimizer state sharded", "parameters": "parameters sharded"}.get(plan.choice("shard"), "")
+
+
+def _degrees(plan: Decisions) -> str:
+    return f"{plan.choice('tensor_parallel')} x {plan.choice('pipeline_parallel')} x {plan.choice('data_parallel')}"
+
+
+def _stages(plan: Decisions) -> str:
+    """Returns the number of stages on a rank, or the fewest and the most."""
+    placement = plan.choice("placement")
+    counts = {placement.count(rank) for rank in placement}
+    return " or ".join(str(count) for count in sorted(counts, reverse=True))
+
+
+def is_layers(value: object) -> bool:
+    """Returns whether a recomputation is a number of layers."""
+    return isinstance(value, str) and value.isdigit() and value != "0"
+
+
+_WAYS = tuple(
+    PlanField(
+        name=way.choice,
+        plain=1,
+        said="" if way.has_axis else f"{way.degree} over {{}} ranks",
+        title=way.axis,
+        meaning=way.meaning,
+    )
+    for way in SHARED_WORK
+    if way.axis != "tp"  # which stands beside the pipeline's ranks
+)
+
+PLAN_FIELDS: Mapping[str, PlanField] = {
+    each.name: each
+    for each in (
+        PlanField(
+            name="tensor_parallel",
+            said=_said_degrees,
+            title="tp x pp x dp",
+            meaning="devices that share every layer, ranks of a pipeline, pipelines that share the batch",
+            cell=_degrees,
+        ),
+        *_WAYS,
+        PlanField(
+            name="context_exchange",
+            names=("heads", "keys"),
+            # Of "auto" the run decides.
+            is_unplanned=lambda value: value == AUTO,
+        ),
+        PlanField(name="pipeline_parallel"),
+        PlanField(name="data_parallel"),
+        PlanField(
+            name="stages_per_rank",
+            title="stages per rank",
+            meaning="parts of the model on a rank",
+            cell=_stages,
+        ),
+        PlanField(
+            name="schedule",
+            names=(*SCHEDULES, AUTO),
+            hint=schedule_hint,
+            said=_said_order,
+            title="schedule",
+            meaning="the order of forwards and backwards",
+        ),
+        PlanField(
+            name="num_slices",
+            said=_said_slices,
+            called="slices",
+            title="slices",
+            meaning="parts of a sequence",
+        ),
+        PlanField(
+            name="slicing",
+            names=("equal-time", "exact", AUTO),
+            title="slicing",
+            meaning="how their lengths were found",
+        ),
+        PlanField(
+            name="num_microbatches",
+            title="microbatches",
+            meaning="of a pipeline's step, each of so many sequences",
+            cell=lambda plan: f"{plan.choice('num_microbatches')} of {plan.choice('microbatch_size')}",
+        ),
+        PlanField(name="microbatch_size", said=_said_sequences),
+        PlanField(
+            name="recompute",
+            names=("none", "selective", "full", "stage", "stage+full"),
+            is_unplanned=lambda value: value == "segments" or is_layers(value),
+            plain="none",
+            said="recompute {}",
+            title="recompute",
+        ),
+        PlanField(
+            name="offload",
+            numbers=_SHARES,
+            plain=0.0,
+            said="{:.0%} offloaded",
+            text=lambda share: f"{share:.0%}" if share else "none",
+            title="offload",
+        ),
+        PlanField(
+            name="vocabulary",
+            names=("whole", "spread"),
+            plain="whole",
+            said="vocabulary {}",
+            title="vocabulary",
+            meaning="whether the head's rows are spread over the ranks of a pipeline",
+        ),
+        PlanField(
+            name="shard",
+            names=("none", "optimizer", "parameters"),
+            plain="none",
+            said=_said_shards,
+            called="sharded",
+            title="sharded",
+            meaning="what is spread over ranks with the same weights",
+        ),
+    )
+}
+"""Every choice of a plan and its number of microbatches, by the field's name, in the order in which people read them.
+Its placement, cut and slices are given as lists, and said in lines of their own."""
