@@ -203,6 +203,27 @@ def test_settings_say_what_is_open_by_leaving_it_out_or_by_auto() -> None:
     assert SHARED.dump()["memory"]["recompute"] == 3
 
 
+def test_a_file_that_decides_the_mesh_may_lack_what_has_come_since(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a setting is what it was before. A user's configuration leaves it open."""
+    older = NAMED.dump()
+    assert {"context", "experts"}.isdisjoint(older["parallel"])
+    assert Plan.load(older).degrees == NAMED.degrees
+    assert Plan.load({"parallel": {"shard": "none", "tensor": "auto"}}) == Plan(shard="none")
+    assert Plan.load({"parallel": {"context": 2, "tensor": None}}) == Plan(context_parallel=2)
+    # As if sharding were new
+    monkeypatch.setitem(fields := dict(PLAN_FIELDS), "shard", replace(PLAN_FIELDS["shard"], absent="none"))
+    monkeypatch.setattr("slipstream.planner.plan.PLAN_FIELDS", fields)
+    del older["parallel"]["shard"]
+    assert Plan.load(older).shard == "none"
+    assert Plan.load(older | {"parallel": older["parallel"] | {"shard": "auto"}}).shard is OPEN
+    assert Plan.load({"memory": {"recompute": "full"}, "parallel": {"data": 2}}).shard is OPEN
+    unsharded = replace(NAMED, shard="none")
+    assert unsharded.dump() == older
+    assert Plan.load(older).differences(unsharded) == ["microbatch_size", "slicing"]
+    alone = Plan(shard="none")
+    assert Plan.load(alone.dump()) == alone
+
+
 def test_an_order_in_a_file_is_read_with_it() -> None:
     settings = FOUND.dump(order="plan.txt")
     assert Plan.load(settings, ORDER) == FOUND

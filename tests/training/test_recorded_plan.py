@@ -128,7 +128,7 @@ def test_a_checkpoint_carries_the_plan_and_what_is_computed_again(recompute: Any
     chosen = chosen_facts(pipe, sequences, None)
     assert chosen is not None
     plan = recorded_plan(json.loads(json.dumps(chosen)))
-    assert (plan.partition, plan.recompute_setting, plan.slices, plan.schedule) == (
+    assert (plan.partition, plan.settings()["memory"]["recompute"], plan.slices, plan.schedule) == (
         (1, 3),
         recompute,
         (5, 3),

@@ -10,7 +10,7 @@ from typing import Any
 
 from slipstream.errors import SlipstreamError
 from slipstream.options import SHARED_WORK, Degrees
-from slipstream.planner.plan_fields import AUTO, PLAN_FIELDS, is_layers
+from slipstream.planner.plan_fields import AUTO, PLAN_FIELDS, PlanField
 from slipstream.schedule import AUTOMATIC, SCHEDULES, Schedule, make_schedule
 from slipstream.units import numbers_text, plural
 
@@ -222,15 +222,12 @@ class Plan:
                 f"{[*placement]} has {len(placement)}. Make them equal."
             )
 
-    @property
-    def recompute_setting(self) -> str | int:
-        """The recomputation as `memory.recompute` has it: layers as a number."""
-        return int(self.recompute) if is_layers(self.recompute) else self.recompute
-
     # --- the settings of a training ----------------------------------------------------------------------------------
 
     def dump(self, order: str | None = None) -> dict[str, dict[str, Any]]:
         """Returns the settings as a configuration's file has them.
+
+        Where the mesh is decided, which `parallel.tensor` tells, they are without what `load` takes for granted.
 
         Args:
             order: the name of the file with an order that was found. None: the order's text stands in its place.
@@ -238,31 +235,29 @@ class Plan:
         sections = self.settings()
         if isinstance(self.schedule, Schedule):
             sections["pipeline"]["schedule"] = order or str(self.schedule)
+        for name, field in PLAN_FIELDS.items() if self.tensor_parallel is not OPEN else ():
+            if field.absent is not None and getattr(self, name) == field.absent:
+                section, setting = field.place
+                del sections[section][setting]
         return sections
 
     def settings(self) -> dict[str, dict[str, Any]]:
         """Returns the plan as the sections `pipeline`, `memory` and `parallel` of a training configuration, without
         what is open."""
-        pipeline = {
-            "num_ranks": self.pipeline_parallel,
-            # An order has its own.
-            "stages_per_rank": OPEN if isinstance(self.schedule, Schedule) else self.stages_per_rank,
+        sections = {section: dict.fromkeys(first, OPEN) for section, first in _FIRST_SETTINGS.items()}
+        for name, field in PLAN_FIELDS.items():
+            if field.setting and not self.is_open(name):
+                section, setting = field.place
+                sections[section][setting] = field.written(getattr(self, name))
+        sections["pipeline"] |= {
             "schedule": self.schedule,
-            "num_microbatches": self.num_microbatches,
             "slices": self.num_slices if self.slices is OPEN else [int(length) for length in self.slices],
             "partition": OPEN if self.partition is OPEN else [*map(_whole, self.partition)],
-            "vocabulary": self.vocabulary,
         }
-        memory = {"recompute": self.recompute_setting, "offload": OPEN if self.offload is OPEN else float(self.offload)}
-        degrees = {way.degree: getattr(self, way.choice) for way in SHARED_WORK}
-        shares = self.context_parallel is not OPEN and self.context_parallel > 1
-        parallel = {
-            "data": self.data_parallel,
-            **{name: degree for name, degree in degrees.items() if degree != 1 or name == "tensor"},
-            "context_exchange": self.context_exchange if shares else OPEN,
-            "shard": self.shard,
-        }
-        sections: dict[str, dict[str, Any]] = {"pipeline": pipeline, "memory": memory, "parallel": parallel}
+        if isinstance(self.schedule, Schedule):  # which has its own
+            sections["pipeline"]["stages_per_rank"] = OPEN
+        if self.context_parallel in (OPEN, 1):  # which exchanges nothing
+            sections["parallel"]["context_exchange"] = OPEN
         return {
             name: {setting: value for setting, value in section.items() if value is not OPEN}
             for name, section in sections.items()
@@ -273,6 +268,9 @@ class Plan:
         """Returns the plan in the settings of a training configuration. What they leave out, or leave to "auto", is
         open.
 
+        Settings that decide the mesh, as `dump` writes them, may lack those that have come since: what such a setting
+        was before is known, and isn't open. They decide it where they have `parallel.tensor`.
+
         Args:
             settings: the configuration's sections as nested dictionaries, as `dump` returns them, or a whole file's.
             order: the order in the file that `pipeline.schedule` names.
@@ -281,30 +279,18 @@ class Plan:
             SlipstreamError: for values that aren't allowed or contradict each other, and for an order's file without
                 `order`.
         """
-        pipeline, memory, parallel, training = (
-            settings.get(name) or {} for name in ("pipeline", "memory", "parallel", "training")
-        )
+        pipeline, parallel, training = (settings.get(name) or {} for name in ("pipeline", "parallel", "training"))
+        decides_mesh = _given(parallel, "tensor") is not OPEN
         slices = _given(pipeline, "slices")
         values = {
-            "pipeline_parallel": _given(pipeline, "num_ranks"),
-            "stages_per_rank": _given(pipeline, "stages_per_rank"),
+            **{name: _read(field, settings, decides_mesh) for name, field in PLAN_FIELDS.items() if field.setting},
             "schedule": _schedule_of(_given(pipeline, "schedule"), order),
-            "num_microbatches": _given(pipeline, "num_microbatches"),
             "num_slices": slices if isinstance(slices, int) else OPEN,
             "slices": tuple(slices) if isinstance(slices, Sequence) else OPEN,
             "partition": OPEN if (cut := _given(pipeline, "partition")) is OPEN else tuple(map(_whole, cut)),
-            "vocabulary": _given(pipeline, "vocabulary"),
-            "recompute": OPEN if (what := _given(memory, "recompute")) is OPEN else str(what),
-            "offload": OPEN if (share := _given(memory, "offload")) is OPEN else float(share),
-            "data_parallel": _given(parallel, "data"),
-            **{way.choice: _given(parallel, way.degree) for way in SHARED_WORK},
-            "context_exchange": _given(parallel, "context_exchange"),
-            "shard": _given(parallel, "shard"),
         }
-        if "tensor" in parallel:  # beside which other degrees of 1 are left out
-            values |= {way.choice: 1 for way in SHARED_WORK if values[way.choice] is OPEN}
-            if values["context_parallel"] == 1:
-                values["context_exchange"] = "heads"
+        if decides_mesh and values["context_parallel"] == 1:  # which exchanges nothing
+            values["context_exchange"] = ONE_DEVICE.context_exchange
         if isinstance(values["schedule"], Schedule):
             values["stages_per_rank"] = OPEN
         microbatches, rows = values["num_microbatches"], training.get("batch_size")
@@ -342,6 +328,12 @@ ONE_DEVICE = Plan(
     context_exchange="heads",
 )
 """The choices of a device by itself, which saves no memory: others begin with these."""
+# The settings of a section that come before others
+_FIRST_SETTINGS: Mapping[str, tuple[str, ...]] = {
+    "pipeline": ("num_ranks", "stages_per_rank", "schedule", "num_microbatches", "slices", "partition"),
+    "memory": (),
+    "parallel": ("data", *(way.degree for way in SHARED_WORK)),
+}
 _IMPLIED_BY = {"num_slices": "slices", "slicing": "slices", "stages_per_rank": "placement"}
 
 
@@ -359,6 +351,16 @@ def _given(section: Mapping[str, Any], setting: str) -> Any:
     """Returns a setting; OPEN where it is left out or to "auto"."""
     value = section.get(setting)
     return OPEN if value is None or (isinstance(value, str) and value in AUTOMATIC) else value
+
+
+def _read(field: PlanField, settings: Mapping[str, Any], decides_mesh: bool) -> Any:
+    """Returns the value that settings have of a field, or take for granted; OPEN where they leave it to others."""
+    section, setting = field.place
+    given = settings.get(section) or {}
+    if decides_mesh and field.absent is not None and given.get(setting) is None:
+        return field.absent
+    value = _given(given, setting)
+    return OPEN if value is OPEN else field.read(value)
 
 
 def _schedule_of(value: Any, order: Schedule | None) -> Any:

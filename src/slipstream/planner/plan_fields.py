@@ -1,4 +1,4 @@
-"""The fields of a plan one by one: the values that each may have, and how people read it."""
+"""The fields of a plan one by one: the values that each may have, the setting that says it, and how people read it."""
 
 from __future__ import annotations
 
@@ -46,6 +46,10 @@ _SHARES = NumberRule(
 )
 
 
+def _itself(value: Any) -> Any:
+    return value
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlanField:
     """The description of one field of a plan.
@@ -56,6 +60,10 @@ class PlanField:
         numbers: that it may have instead.
         hint: returns the end of a sentence that says that a name is unknown, given that and the known ones.
         is_unplanned: returns whether a training may have a value that no search chooses, as its costs aren't known.
+        setting: of a training configuration that says it, with its section. Empty: none does by itself.
+        absent: what it is where a file that decides the mesh lacks the setting. None: it is open.
+        written: returns a value as the setting has it.
+        read: returns the value that a setting has.
         plain: the value of a device by itself, which saves no memory: it isn't worth saying. None: all are said.
         said: its words in the line about a plan, with `{}` for the value, or a function of the plan. Empty: none.
         called: its name before a value, in sentences. Empty: the field's.
@@ -70,6 +78,10 @@ class PlanField:
     numbers: NumberRule = COUNTS
     hint: Callable[[str, Sequence[str]], str] = did_you_mean
     is_unplanned: Callable[[Any], bool] = lambda value: False
+    setting: str = ""
+    absent: Any = None
+    written: Callable[[Any], Any] = _itself
+    read: Callable[[Any], Any] = _itself
     plain: Any = None
     said: str | Callable[[Decisions], str] = ""
     called: str = ""
@@ -86,6 +98,12 @@ class PlanField:
         elif value not in self.names:
             hint = self.hint(str(value), self.names) if suggests else "."
             raise SlipstreamError(f"{self.name}={value!r} isn't known{hint} Choose one of {', '.join(self.names)}.")
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """The section of the setting, and its name there."""
+        section, _, name = self.setting.partition(".")
+        return section, name
 
     def phrase(self, plan: Decisions) -> str:
         """Returns its words in the line about a plan; "" for what is open or plain."""
@@ -158,7 +176,7 @@ def _stages(plan: Decisions) -> str:
     return " or ".join(str(count) for count in sorted(counts, reverse=True))
 
 
-def is_layers(value: object) -> bool:
+def _is_layers(value: object) -> bool:
     """Returns whether a recomputation is a number of layers."""
     return isinstance(value, str) and value.isdigit() and value != "0"
 
@@ -166,6 +184,8 @@ def is_layers(value: object) -> bool:
 _WAYS = tuple(
     PlanField(
         name=way.choice,
+        setting=f"parallel.{way.degree}",
+        absent=1,
         plain=1,
         said="" if way.has_axis else f"{way.degree} over {{}} ranks",
         title=way.axis,
@@ -180,6 +200,7 @@ PLAN_FIELDS: Mapping[str, PlanField] = {
     for each in (
         PlanField(
             name="tensor_parallel",
+            setting="parallel.tensor",
             said=_said_degrees,
             title="tp x pp x dp",
             meaning="devices that share every layer, ranks of a pipeline, pipelines that share the batch",
@@ -191,11 +212,13 @@ PLAN_FIELDS: Mapping[str, PlanField] = {
             names=("heads", "keys"),
             # Of "auto" the run decides.
             is_unplanned=lambda value: value == AUTO,
+            setting="parallel.context_exchange",
         ),
-        PlanField(name="pipeline_parallel"),
-        PlanField(name="data_parallel"),
+        PlanField(name="pipeline_parallel", setting="pipeline.num_ranks"),
+        PlanField(name="data_parallel", setting="parallel.data"),
         PlanField(
             name="stages_per_rank",
+            setting="pipeline.stages_per_rank",
             title="stages per rank",
             meaning="parts of the model on a rank",
             cell=_stages,
@@ -223,6 +246,7 @@ PLAN_FIELDS: Mapping[str, PlanField] = {
         ),
         PlanField(
             name="num_microbatches",
+            setting="pipeline.num_microbatches",
             title="microbatches",
             meaning="of a pipeline's step, each of so many sequences",
             cell=lambda plan: f"{plan.choice('num_microbatches')} of {plan.choice('microbatch_size')}",
@@ -231,7 +255,10 @@ PLAN_FIELDS: Mapping[str, PlanField] = {
         PlanField(
             name="recompute",
             names=("none", "selective", "full", "stage", "stage+full"),
-            is_unplanned=lambda value: value == "segments" or is_layers(value),
+            is_unplanned=lambda value: value == "segments" or _is_layers(value),
+            setting="memory.recompute",
+            written=lambda value: int(value) if _is_layers(value) else value,
+            read=str,
             plain="none",
             said="recompute {}",
             title="recompute",
@@ -239,6 +266,9 @@ PLAN_FIELDS: Mapping[str, PlanField] = {
         PlanField(
             name="offload",
             numbers=_SHARES,
+            setting="memory.offload",
+            written=float,
+            read=float,
             plain=0.0,
             said="{:.0%} offloaded",
             text=lambda share: f"{share:.0%}" if share else "none",
@@ -247,6 +277,7 @@ PLAN_FIELDS: Mapping[str, PlanField] = {
         PlanField(
             name="vocabulary",
             names=("whole", "spread"),
+            setting="pipeline.vocabulary",
             plain="whole",
             said="vocabulary {}",
             title="vocabulary",
@@ -255,6 +286,7 @@ PLAN_FIELDS: Mapping[str, PlanField] = {
         PlanField(
             name="shard",
             names=("none", "optimizer", "parameters"),
+            setting="parallel.shard",
             plain="none",
             said=_said_shards,
             called="sharded",
