@@ -17,8 +17,8 @@ from operator import attrgetter
 from slipstream.cost import BY_LAYER, Degrees
 from slipstream.errors import SlipstreamError
 from slipstream.planner.joint import JointPlan, JointProblem, Tabulated, search_jointly
-from slipstream.planner.plan import Plan
-from slipstream.planner.plan_fields import AUTO, OPEN
+from slipstream.planner.plan import OPEN, Plan
+from slipstream.planner.plan_fields import AUTO
 from slipstream.planner.progress import ProgressReport
 from slipstream.planner.search.plan_options import PlanOptions
 from slipstream.planner.search.plan_space import PlanSpace
