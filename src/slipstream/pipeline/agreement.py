@@ -34,11 +34,11 @@ _CALLS = (
     "memory_table",
 )
 _NUM_VALUES = 5
-_made: Counter[tuple[int, ...]] = Counter()  # Pipelines in this process, by the ranks that share them
+_made: Counter[tuple[int, ...]] = Counter()  # the number of Pipelines in this process, per group of global ranks
 
 
 class RankValues(NamedTuple):
-    """The values that a rank has sent at the beginning of a call."""
+    """The values that a rank sends at the beginning of a call."""
 
     rank: int
     replica: int
@@ -56,7 +56,8 @@ class CallAgreement:
         self._ranks = ranks
         together = tuple(ranks.world.global_ranks)
         _made[together] += 1
-        self._number = _made[together]  # of the Pipeline, as these ranks make theirs in one order
+        # Numbers the Pipeline: its ranks make their common Pipelines in the same order, so they agree on the number.
+        self._number = _made[together]
         self.name = _CALLS[0]
         """The method that a message belongs to. A method whose message has numbers of a batch sets it beforehand."""
         self._asked: tuple[str, Tensor, PendingWork | None] | None = None  # the values being gathered
@@ -123,7 +124,8 @@ def _difference(ranks_of: dict[int, list[int]]) -> SlipstreamError:
     )
 
 
-_MOST_BYTES = 2**20  # of a tensor that are read; of a larger one, elements at equal distances
+# A larger tensor is compared by elements at equal distances, so that no more than this is read.
+_MOST_BYTES = 2**20
 _REFUSED = -1
 NOTHING_TRAINED = (
     "nothing would be trained: requires_grad is False of every parameter. For an adapter that PEFT has loaded, "
@@ -156,7 +158,8 @@ class BatchAgreement:
 
     def __init__(self, ranks: Ranks, calls: CallAgreement, has_limit: bool) -> None:
         """`has_limit` where ranks exchange the memory of a step before it sends anything."""
-        self._ranks, self._calls = ranks, calls
+        self._ranks = ranks
+        self._calls = calls
         # Without it a GPU would have to be waited for later, when it has work.
         self._waits = has_limit or ranks.world.size > ranks.pipeline.size or ranks.device.type != "cpu"
         self._whole: Batch | None = None
@@ -185,7 +188,8 @@ class BatchAgreement:
         """
         totals = self._start(whole, _Totals(batch.num_valid, batch.max_position, trains), order)
         if totals.num_valid == 0 and needs_targets:
-            self.finish()  # other ranks may have other batches
+            # The step ends here, so that ranks whose own batch is fine don't wait for this one.
+            self.finish()
             raise SlipstreamError(
                 "no label of this batch counts: all are -100, a causal LM's after shifting. Leave such batches out."
             )

@@ -38,13 +38,13 @@ class Batch:
     """
 
     inputs: tuple[TokenValues, ...]
-    is_tuple: bool  # whether the first layer takes the inputs as a tuple
+    is_tuple: bool  # a tuple of inputs for the first layer, even of length 1
     companions: Mapping[str, TokenValues]
     """What travels with the inputs' tokens: the labels, and whatever else was given. Keys are names of rules."""
     sequence_values: Tensor | None = None  # (B, ...), for a loss of whole sequences
-    max_position: int | None = None  # that the unsplit model would see, where padding that was left out had more
-    lone_lengths: Sequence[int] = ()  # of sequences that follow each other in one row, and are as if each were alone
-    are_rows: bool = False  # of one batch, which the unsplit model runs together, where lengths differ
+    max_position: int | None = None  # the unsplit model's largest position; None: the largest of `inputs`
+    lone_lengths: Sequence[int] = ()  # tokens of each lone sequence in the packed row
+    are_rows: bool = False  # rows of one batch for the unsplit model, possibly unequal in length
 
     @classmethod
     def of(
@@ -130,7 +130,7 @@ class Batch:
 
     @property
     def every(self) -> tuple[TokenValues, ...]:
-        """All that travels with the tokens, the inputs first."""
+        """The inputs, then their companions."""
         return *self.inputs, *self.companions.values()
 
     @property
@@ -157,7 +157,8 @@ class Batch:
     def as_rows(self, width: int, lengths: Sequence[int], position_ids: Tensor | None) -> Batch:
         """Returns these rows of a batch that was `width` tokens wide: each token keeps its position, and the unsplit
         model, which is given the padding, finds the largest in it."""
-        if position_ids is None:  # they restart in documents, which padding has none of
+        # Without given positions they restart in each document, and padding belongs to none.
+        if position_ids is None:
             max_position = width - 1 if DOCUMENTS.name not in self.companions else None
             return replace(self, are_rows=True, max_position=max_position)
         device = self.labels[0].device

@@ -40,7 +40,9 @@ class CollatedBatch(NamedTuple):
         for key in KEYS:
             _check_tensor(key, batch.get(key), batch["input_ids"])
         _check_documents(batch)
-        ids, mask, positions = batch["input_ids"], batch.get("attention_mask"), batch.get("position_ids")
+        ids = batch["input_ids"]
+        mask = batch.get("attention_mask")
+        positions = batch.get("position_ids")
         labels = batch["labels"] if needs_labels else ids
         if mask is None:
             return cls(ids, labels, positions, None)

@@ -39,9 +39,9 @@ class MicrobatchSequences:
     """The sequences of a microbatch, for a loss of whole ones."""
 
     count: int
-    places: slice | list[int]  # in the whole batch
-    values: Tensor | None  # (count, ...), as a step was given them
-    num_sums: int = 1  # of each
+    places: slice | list[int]  # indices in the whole batch
+    values: Tensor | None  # (count, ...), the caller's `sequence_values`
+    num_sums: int = 1  # sums per sequence
 
 
 @dataclass(frozen=True)
@@ -104,11 +104,11 @@ class SplitBatch:
     values: Mapping[str, SlicedValues]
     num_valid: int
     microbatches: Sequence[SlicedMicrobatch]
-    groups: Sequence[Sequence[int]] = ()  # the sequences in each microbatch's row, where they were packed
+    groups: Sequence[Sequence[int]] = ()  # the sequence numbers in each microbatch's packed row; empty: not packed
     loss_scale: float = 1.0
-    num_targets: float | None = None  # in all batches whose gradients add up, where it isn't this one alone
-    sequences: Sequence[MicrobatchSequences] = ()  # of each microbatch, where the loss is of whole ones
-    whole_targets: list[list[Tensor]] | None = None  # where ranks share slices, and `targets` are this one's
+    num_targets: float | None = None  # the divisor of the gradients; None: this batch's `num_valid`
+    sequences: Sequence[MicrobatchSequences] = ()  # each microbatch's sequences, for a SequenceLoss
+    whole_targets: list[list[Tensor]] | None = None  # all ranks' targets, for shared slices
 
     @property
     def targets(self) -> list[list[Tensor]]:

@@ -161,7 +161,7 @@ class PipelineEvaluation(PipelineFacts):
         runtime.parameters.release()
 
 
-SliceOutputs = Mapping[tuple[int, int], Tensor]  # by microbatch and slice, (b, T, ...)
+SliceOutputs = Mapping[tuple[int, int], Tensor]  # (microbatch, slice) -> (b, T, ...)
 
 
 @dataclass(frozen=True)
@@ -169,9 +169,9 @@ class _CollectedTokens:
     """The results on a batch's slices, whose tokens are in microbatches of rows next to each other, or each a row of
     sequences."""
 
-    outputs: SliceOutputs  # none on ranks without the last stage
+    outputs: SliceOutputs  # empty on ranks without the last stage
     batch: SplitBatch
-    lengths: Sequence[int]  # of each sequence, by its number
+    lengths: Sequence[int]  # tokens of each sequence, by its number
 
     def joined(self, outputs: SliceOutputs) -> Tensor | list[Tensor]:
         """Returns outputs by row, (batch, sequence, ...), or by sequence, (T, ...) each."""

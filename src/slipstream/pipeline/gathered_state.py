@@ -30,7 +30,9 @@ def gather_state(stages: Iterable[PipelineStage], ranks: Ranks, parameters: Para
         share = parameters.shares.get(name) or ParameterShare.whole(tuple(tensor.shape))
         if parameters.copies_of(name).rank == 0 and share.copy == 0:
             mine.append(_Part(name, share, tensor.shape, tensor.dtype))
-    others, places, group = ranks.world.gather(mine), ranks.world.global_ranks, ranks.world.process_group
+    others = ranks.world.gather(mine)
+    places = ranks.world.global_ranks
+    group = ranks.world.process_group
     if not ranks.leads:
         for part in mine:
             send_tensor(own_state[part.name].to(ranks.device).contiguous(), places[0], group)

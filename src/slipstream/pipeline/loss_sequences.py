@@ -99,8 +99,8 @@ def with_sequences(
 
 
 def _with_prompts_apart(numbers: Sequence[Tensor], num_targets: Tensor) -> list[Tensor]:
-    """Returns twice the number of each token's sequence, and one more where its target is after the prompt; prompts
-    have so many targets."""
+    """Returns 2 s for each token of sequence s whose target is in its prompt, and 2 s + 1 after it; the prompt of
+    sequence s has `num_targets[s]` targets."""
     whole = torch.cat([*numbers], dim=1)
     begins = torch.zeros_like(whole, dtype=torch.bool)
     begins[:, 1:] = whole[:, 1:] != whole[:, :-1]

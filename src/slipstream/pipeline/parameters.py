@@ -36,8 +36,11 @@ class Parameters:
     ) -> None:
         """Collective. `holders` are the pipeline's ranks that hold each weight of several, in the order of its stages;
         where parameters are sharded there is none."""
-        self._stages, self._ranks, self._tensor = stages, ranks, tensor
-        shard, dtype = options.parallel.shard, torch_dtype(options.precision.master_dtype)
+        self._stages = stages
+        self._ranks = ranks
+        self._tensor = tensor
+        shard = options.parallel.shard
+        dtype = torch_dtype(options.precision.master_dtype)
         self._experts = next((stage.experts for stage in stages.values()), None)
         self._tied = TiedGradients([*stages.values()], ranks, holders)
         self._masters: MasterParameters | ShardedParameters
@@ -54,7 +57,7 @@ class Parameters:
         # The part of each of the unsplit model's parameters that this rank holds
         self.shares = {name: self._share(name, parameter) for name, parameter in self._own()}
         self._fixed: FixedGradients | None = None
-        self._is_stale = False  # the masters may have been updated since the parameters were
+        self._is_stale = False  # True from an update of the masters to the next `publish`
 
     def keep_clear_of(self, fixed: FixedGradients) -> None:
         """Has every step begin with copies of those gradients of earlier steps that lie where it writes."""
@@ -120,7 +123,7 @@ class Parameters:
             self._masters.gather()
 
     def release(self) -> None:
-        """Frees what `gather` made: of sharded parameters only this replica's rows stay."""
+        """Frees the parameters that `gather` made; of a sharded one, this replica's rows stay."""
         if isinstance(self._masters, ShardedParameters):
             self._masters.publish()
 
@@ -157,7 +160,8 @@ class Parameters:
     def bytes_of(self, tensors: Iterable[Tensor]) -> tuple[int, int]:
         """Returns the bytes of the optimizer's copies of those tensors that are parameters, and of all that it updates
         of them."""
-        masters, names = dict(self.named()), {id(parameter): name for name, parameter in self._own()}
+        masters = dict(self.named())
+        names = {id(parameter): name for name, parameter in self._own()}
         copies = updated = 0
         for tensor in tensors:
             master = masters.get(names.get(id(tensor), ""))
@@ -174,8 +178,9 @@ class Parameters:
         for name, gradient in named:
             if self._counts(name):
                 square += gradient.double().square().sum().to(square.device)
-        ranks = calls.begin("clip_grad_norm_", square.view(1).view(torch.int64))  # the bits, beside the call's number
-        if ranks:  # all, where this process isn't alone
+        # A call's values are integers, so the sum goes as its bits.
+        ranks = calls.begin("clip_grad_norm_", square.view(1).view(torch.int64))
+        if ranks:  # all ranks; empty for a single process
             bits = torch.tensor([rank.values[0] for rank in ranks])
             square = bits.view(torch.float64).sum().to(square.device)
         norm = square.sqrt()
@@ -208,7 +213,8 @@ class Parameters:
     def _added_over(self, name: str) -> tuple[int, ...]:
         if self._tensor is None:
             return ()
-        if self._experts is not None and self._experts.has(name):  # of which each rank has seen other tokens
+        # Each rank has seen other tokens of these experts, so their gradients are added over all tensor ranks.
+        if self._experts is not None and self._experts.has(name):
             return tuple(range(self._ranks.tensor.size))
         return self._tensor.added_over(name)
 
@@ -230,12 +236,12 @@ class TiedGradients:
     def __init__(self, stages: list[PipelineStage], ranks: Ranks, holders: Mapping[str, Sequence[int]]) -> None:
         """Collective. `holders` are the pipeline's ranks that hold each weight, in the order of its stages."""
         tied = sorted((weight for stage in stages for weight in stage.tied), key=lambda weight: weight.name)
-        self._weights = {weight.name: weight.parameter for weight in tied}  # in one order on all ranks
+        self._weights = {weight.name: weight.parameter for weight in tied}  # sorted by name, for one order on all ranks
         self._accumulators: dict[str, list[nn.Parameter]] = {name: [] for name in self._weights}
         for weight in tied:
             known = self._accumulators[weight.name]
             known += [a for a in weight.accumulators if all(a is not other for other in known)]
-        self.names = set(self._weights)  # of those that this rank holds
+        self.names = set(self._weights)  # names of this rank's tied weights
         several = {name: tuple(dict.fromkeys(places)) for name, places in sorted(holders.items())}
         # the names of weights that another rank counts
         self.copies = {name for name in self.names & several.keys() if several[name][0] != ranks.pipeline.rank}

@@ -135,7 +135,8 @@ class Pipeline(PipelineEvaluation, PipelineSaving):
             raise SlipstreamError(
                 "a Pipeline within torch.inference_mode() couldn't be trained: make it outside of that."
             )
-        with torch.enable_grad():  # for what is tried
+        # Checks and self-checks compute gradients, whatever the caller's grad mode.
+        with torch.enable_grad():
             self._runtime = PipelineRuntime(model, options)
         self.train()
 
@@ -259,7 +260,8 @@ class Pipeline(PipelineEvaluation, PipelineSaving):
             yield parameter
 
     def parameter_shards(self) -> Iterator[ParameterShard]:
-        """Yields those of `named_parameters`, each with its place in the unsplit parameter: for checkpoints."""
+        """Yields the parameters of `named_parameters`, each with its place in the unsplit parameter, for
+        checkpoints."""
         return self._runtime.parameters.shards()
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:

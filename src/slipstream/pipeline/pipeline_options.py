@@ -19,7 +19,7 @@ from slipstream.options import Layers, Memory, Parallelism, Precision, Runtime, 
 from slipstream.schedule import AUTOMATIC, Schedule, SlicedMicrobatch, fewest_stages, given_microbatches
 
 ROUTER_LOSSES = ("none", "per_layer")
-VOCABULARIES = ("auto", "whole", "spread")  # where the rows of the head are
+VOCABULARIES = ("auto", "whole", "spread")  # places of the head's rows
 LossFunction = Callable[[Any, Tensor], tuple[Tensor, Tensor]]  # (outputs, targets) -> (sum, count)
 PAIR = (
     "Give a function of (outputs, targets) that returns (sum, count), such as cross_entropy(..., reduction='sum') and "
@@ -54,7 +54,8 @@ class SequenceLoss:
     @property
     def needs_values(self) -> bool:
         """Whether the function can't be called without `sequence_values`."""
-        with suppress(TypeError, ValueError):  # its arguments aren't known
+        # Some callables have no signature to inspect.
+        with suppress(TypeError, ValueError):
             required = [p for p in inspect.signature(self.function).parameters.values() if p.default is p.empty]
             return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in required) > 1
         return False
@@ -113,7 +114,8 @@ class PipelineOptions:
     microbatches: Any = None
     vocabulary: str = "auto"
     router_loss: str = "none"
-    rates: Any = None  # StageRates, which the executor's room doesn't import
+    # A StageRates. The type is left out, as the executor doesn't import the planner.
+    rates: Any = None
 
     def __post_init__(self) -> None:
         check_records(vars(self))

@@ -51,7 +51,7 @@ from slipstream.timeline import Timeline
 from slipstream.watchdog import board, watchdog_paused
 
 _log = logging.getLogger(__name__)
-_MOST_LAYOUTS = 32  # lowered schedules that are kept
+_MOST_LAYOUTS = 32  # lowered schedules kept
 
 
 class PipelineRuntime:
@@ -124,11 +124,12 @@ class PipelineRuntime:
             refusal = graph_refusal(self.ranks, options)
             self.graphs = StepGraphs(self.stages, self._made_executor, self.device, refusal)
             self.parameters.keep_clear_of(self.graphs.gradients)
-        self._last_schedule = ""  # the name of that of the last step or evaluation
+        self._last_schedule = ""  # name of the last step's or evaluation's schedule
         self._last_sequences: Sequence[MicrobatchSequences] = ()
 
         # 5. The memory limit, and the planner of steps.
-        records = self.graphs is not None and self.graphs.may_record  # on all ranks alike
+        # All ranks record, or none.
+        records = self.graphs is not None and self.graphs.may_record
         self.memory_limit = MemoryLimit(
             options.memory.limit,
             records,
@@ -280,11 +281,13 @@ class PipelineRuntime:
         the loss function counts other tokens than the batch does, or returns an impossible divisor, and where
         recomputed outputs differ from the first ones.
         """
-        self._last_schedule, self._last_sequences = schedule.name, batch.sequences
+        self._last_schedule = schedule.name
+        self._last_sequences = batch.sequences
         graphs = self.graphs
         self.transport.begin(self._agreement.finish)
         if self._recomputes:
-            take_differing_layers()  # of a step that failed
+            # A step that failed may have left layers there.
+            take_differing_layers()
         if graphs is None or not schedule.has_backward:
             run_together(self.executors, schedule, batch)
         else:
@@ -298,7 +301,8 @@ class PipelineRuntime:
         differing = take_differing_layers() if self._recomputes else []
         sums[3] = len(differing)
         if self.ranks.world.size > 1:
-            sums = self.ranks.copies.sum(self.ranks.pipeline.sum(sums))  # tensor ranks have it all alike
+            # Tensor ranks all have the same sums, so these aren't added over them.
+            sums = self.ranks.copies.sum(self.ranks.pipeline.sum(sums))
         _, count, says_divisor, num_differing = sums.tolist()
         try:
             if num_differing:
@@ -352,8 +356,8 @@ class PipelineRuntime:
         return torch.cat([rows[:, : end - begin] for rows, (begin, end) in every], dim=1)
 
     def sequence_log_probabilities(self) -> Tensor:
-        """Returns that of each sequence of the last step or evaluation, (n,) float64, in the order of the batch; (n, 2)
-        of a loss that has those of prompts apart. Collective."""
+        """Returns the log-probability of each sequence of the last step or evaluation, (n,) float64, in the order of
+        the batch; (n, 2) for a loss with separate sums for prompts. Collective."""
         self.calls.begin("sequence_log_probabilities")
         sequences = self._last_sequences
         shape = (2,) if any(own.num_sums > 1 for own in sequences) else ()

@@ -67,7 +67,8 @@ class PipelineSaving(PipelineFacts):
             SlipstreamError: on every rank, where it wasn't saved; earlier checkpoints stay as they are.
             NonFiniteError: on every rank, where something that is to be saved isn't finite.
         """
-        folder, runtime = Path(folder), self._runtime
+        folder = Path(folder)
+        runtime = self._runtime
         ranks = runtime.ranks
         runtime.calls.begin("save")
 
@@ -111,7 +112,8 @@ class PipelineSaving(PipelineFacts):
             SlipstreamError: on every rank and before anything changes, where there is no checkpoint, it is damaged, or
                 it is of another model.
         """
-        folder, runtime = Path(folder), self._runtime
+        folder = Path(folder)
+        runtime = self._runtime
         ranks = runtime.ranks
         runtime.calls.begin("load")
         with watchdog_paused("loading a checkpoint", uses_disk=True):
@@ -122,7 +124,8 @@ class PipelineSaving(PipelineFacts):
                     f"there is no checkpoint in {folder}; pipe.save(folder, step, optimizer=optimizer) makes one. To "
                     "load only where there is one, ask slipstream.checkpoint.CheckpointFolder(folder).steps()."
                 )
-            parts, buffers = list(_kept(runtime)), _buffers(runtime)
+            parts = list(_kept(runtime))
+            buffers = _buffers(runtime)
             mine = {f"model.{part.name}" for part in parts} | {shard.key for shard in buffers}
             everywhere = {name for names in ranks.world.gather(mine) for name in names}
 
@@ -152,10 +155,14 @@ class PipelineSaving(PipelineFacts):
         """
         family = self._runtime.family
         family.check_has("save_pretrained")
-        state, config, adapter = self._runtime.state_dict("save_pretrained"), family.config, family.adapter
+        state = self._runtime.state_dict("save_pretrained")
+        config = family.config
+        adapter = family.adapter
         stage = next(iter(self._runtime.stages.values()))
-        generation = getattr(stage.model, "generation_config", None)  # of the model that was given, or of its folder
-        beside, ranks = family.beside, self._runtime.ranks
+        # The generation config comes from the given model, or from its folder.
+        generation = getattr(stage.model, "generation_config", None)
+        beside = family.beside
+        ranks = self._runtime.ranks
 
         def write() -> None:
             in_the_way = (path for path in (Path(folder), *Path(folder).parents) if path.exists() and not path.is_dir())
@@ -167,7 +174,8 @@ class PipelineSaving(PipelineFacts):
                 whole = state if adapter is None else merged_state(config, adapter, state)
                 write_model(folder, config, whole, generation, beside)
 
-        ranks.run_on_leader(write)  # no rank continues before the folder is complete
+        # No rank continues before the folder is complete.
+        ranks.run_on_leader(write)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Returns the whole model's state by the unsplit model's names, in host memory, on rank 0; an empty dict on the
@@ -207,7 +215,7 @@ def _buffers(runtime: PipelineRuntime, writes: bool = False) -> list[TensorShard
         for name, tensor in stage.state().items()
         if name not in runtime.parameters.shares
         and not isinstance(tensor, DTensor)
-        and storage_id(tensor) not in weights  # a tied weight has a second name
+        and storage_id(tensor) not in weights  # a first name, not a tied weight's second
     }
     world = runtime.ranks.world
     holders = world.gather(list(buffers)) if writes else []

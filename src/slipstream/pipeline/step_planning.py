@@ -16,7 +16,7 @@ from slipstream.pipeline.agreement import CallAgreement
 from slipstream.planner.ragged import StepPlan
 from slipstream.schedule import Schedule, slice_lengths
 
-_MOST_WAITING = 4  # plans that were prepared, and not asked for yet
+_MOST_WAITING = 4  # prepared plans not yet asked for
 Lengths = tuple[int, ...]
 _Item = TypeVar("_Item")
 
@@ -58,8 +58,14 @@ class StepPlanning:
 
         `keeps_number` where the number of microbatches was given, and `may_pad` where the loss counts no padding.
         """
-        self._order_of, self._fits, self._keeps_number, self._may_pad = order_of, fits, keeps_number, may_pad
-        self._find, self._lay_out, self._ranks, self._calls = find, lay_out, ranks, calls
+        self._order_of = order_of
+        self._fits = fits
+        self._keeps_number = keeps_number
+        self._may_pad = may_pad
+        self._find = find
+        self._lay_out = lay_out
+        self._ranks = ranks
+        self._calls = calls
         self._thread = ThreadPoolExecutor(1, "step-plan")
         self._waiting: OrderedDict[Lengths, Future[_PreparedPlan]] = OrderedDict()
 
@@ -142,7 +148,8 @@ class StepPlanning:
                 "the same actions, in which they exchange tokens. Give plans with one schedule, or leave them out."
             )
         numbers = [len(microbatches) for microbatches, _ in every]
-        fewest, most = min(numbers), max(numbers) if self._may_pad else min(numbers)
+        fewest = min(numbers)
+        most = max(numbers) if self._may_pad else min(numbers)
         for number in range(most if self._keeps_number else fewest, most + 1):
             runs = [_runs(lengths, number) for lengths, _ in every]
             sums = [[[*map(sum, zip((0, 0), *run, strict=True))] for run in of_replica] for of_replica in runs]
@@ -154,7 +161,7 @@ class StepPlanning:
         return changed
 
     def _with_counts(self, plan: StepPlan, counts: Sequence[int]) -> StepPlan:
-        """Returns the plan with microbatches of so many slices, which are cut anew where they were others."""
+        """Returns the plan with `counts` slices in its microbatches, cut anew where a number changes."""
         groups = [tuple(chain(*run)) for run in _runs(plan.groups, len(counts))]
         rows = [tuple(chain(*run)) for run in _runs(plan.slices, len(counts))]
         slices = [row if len(row) == count else _cut(sum(row), count) for row, count in zip(rows, counts, strict=True)]

@@ -99,10 +99,11 @@ class StepPlans:
         return ExecutedStep(self._lay_out(plan.schedule), plan.microbatches, plan.groups)
 
     def _plan_of_rows(self, whole: Batch, order: RowOrder) -> ExecutedStep:
-        """Returns what an order is on rows of one length: the step of before, where it is the same."""
+        """Returns the plan of an order on rows of one length: the previous step's, if it is the same."""
         with self._agreement.telling_refusals():
             lengths = self._family.lengths(whole)
-            num_rows, length = len(lengths), max(lengths, default=1)
+            num_rows = len(lengths)
+            length = max(lengths, default=1)
             if self._kept_for != (num_rows, length, order):
                 on_rows = self.settings.on_rows(order, length)
                 microbatches = self.settings.microbatches(on_rows, num_rows, length)
@@ -125,8 +126,8 @@ class StepPlans:
         return self.settings.lengths(self.rows, length)
 
     def plan_to_train(self, whole: Batch, given: StepPlan | None, needs_targets: bool) -> ExecutedStep:
-        """Returns what the next step runs on a batch, once what is open is planned: kept from an earlier step, by
-        costs, or for the next of the steps that show them.
+        """Returns the plan of the next step on a batch: kept from an earlier step, made from costs, or made to observe
+        them.
 
         Collective. Ranks exchange, in this order:
 
@@ -196,7 +197,7 @@ class StepPlans:
         return self._family.rates(self._layout) if self._rates is None else self._rates
 
     def _measured_rates(self, length: int, num_rows: int) -> StageRates | None:
-        """Returns the stages' rates on rows of so many tokens, so many in a microbatch; None where that can't be
+        """Returns the stages' rates for microbatches of `num_rows` rows of `length` tokens; None where they can't be
         measured beside the model. Collective."""
         if self._rates is not None:
             return self._rates.of_rows(num_rows)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from slipstream.model import IGNORED
 
-Rows = Tensor | list[Tensor]  # one length for all sequences, or each its own
+Rows = Tensor | list[Tensor]  # rows of one length, or a list of rows of any length
 
 
 @dataclass(frozen=True)

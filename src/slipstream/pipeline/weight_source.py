@@ -43,14 +43,14 @@ from slipstream.number_format import BasePrecision
 
 
 class WeightSource(NamedTuple):
-    """A model that need not be in memory yet: `load` makes the given layers of it, in a dtype."""
+    """A model, possibly not in memory yet: `load` makes the given layers of it, in a dtype."""
 
     config: PretrainedConfig
     load: Callable[[ModelAnatomy, list[StagePart], torch.dtype | None], PreTrainedModel]
-    compiled: tuple[str, ...] = ()  # modules that torch.compile runs
+    compiled: tuple[str, ...] = ()  # modules run by torch.compile
     trained: TrainedWeights = ALL_WEIGHTS
-    given: GivenModel | None = None  # how a model in memory differs from the configuration's
-    beside: Path | None = None  # the folder of files beside the weights, which come with saved ones
+    given: GivenModel | None = None  # differences of a model in memory from its configuration
+    beside: Path | None = None  # folder of further files, copied beside saved weights
 
 
 def pretrained_source(

@@ -49,7 +49,7 @@ from slipstream.schedule import Action
 
 Computation = Callable[[Tensors], Tensors]
 ActionRunner = Callable[[Action, Tensors, Computation], Tensors]
-Replay = Callable[[int], None]  # takes the step's seed
+Replay = Callable[[int], None]  # replay(seed of the step)
 
 
 class Recorder(Protocol):
@@ -72,7 +72,8 @@ class CUDAGraphs:
 
     def __init__(self, device: torch.device) -> None:
         self._pool = torch.cuda.graph_pool_handle()
-        self._draws, self._device = GraphDraws(device), device
+        self._draws = GraphDraws(device)
+        self._device = device
 
     def record(self, compute: Callable[[], None], num_seeds: int) -> Replay:
         """See `Recorder`."""
@@ -118,9 +119,10 @@ class RecordedStep:
     ) -> None:
         """`num_seeds` says how often an action seeds random draws, where it does."""
         self.batch = _copied(batch)
-        self.state = StepState.of(self.batch, device)  # with which actions are recorded
-        self._recorder, self._num_seeds = recorder, num_seeds
-        self._seed = batch.seed  # of the step that is replayed
+        self.state = StepState.of(self.batch, device)  # the fixed state for recording
+        self._recorder = recorder
+        self._num_seeds = num_seeds
+        self._seed = batch.seed  # the seed of the step being replayed
         self.moves = RecordedMoves(self._record_copy, recorder.lane(), device)
         self._graphs: dict[Action, _RecordedAction] = {}
         self._passages: dict[tuple[int, torch.Size, torch.dtype], Tensor] = {}
@@ -166,7 +168,8 @@ class RecordedStep:
         return tuple(passage.clone() for passage in graph.outputs)
 
     def _record_copy(self, copy: Callable[[], None]) -> Callable[[], None]:
-        return partial(self._recorder.record(copy, 0), 0)  # which draws nothing
+        # A copy draws no random numbers, so its replay needs no seed.
+        return partial(self._recorder.record(copy, 0), 0)
 
     def _passages_of(self, tensors: Tensors) -> Tensors:
         keys = [(index, tensor.shape, tensor.dtype) for index, tensor in enumerate(tensors)]
@@ -249,8 +252,8 @@ class GraphDraws:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._generators: list[torch.Generator] = []
-        self._seeds: list[PlaceSeed] = []  # of the graph that is being recorded, by generator
-        self._num_seeds = 0  # of the same when it is complete
+        self._seeds: list[PlaceSeed] = []  # seeds of the graph being recorded, one per generator
+        self._num_seeds = 0  # seeds of an action's graph once complete
 
     @contextmanager
     def recording(self, graph: torch.cuda.CUDAGraph, num_seeds: int) -> Iterator[Sequence[PlaceSeed]]:
@@ -258,9 +261,11 @@ class GraphDraws:
         self._generators += [torch.Generator(self._device) for _ in range(num_seeds - len(self._generators))]
         for generator in self._generators[:num_seeds]:
             graph.register_generator_state(generator)
-        self._seeds, self._num_seeds = [], num_seeds
+        self._seeds = []
+        self._num_seeds = num_seeds
         # which the recording takes part in: where it fails, no eager step can draw from that state any more
-        default, outside = self._default, self._default.clone_state()
+        default = self._default
+        outside = self._default.clone_state()
         try:
             with drawing(self):
                 yield self._seeds
@@ -276,7 +281,8 @@ class GraphDraws:
     @contextmanager
     def forked(self) -> Iterator[None]:
         """See `Draws`."""
-        default, outside = self._default, self._default.graphsafe_get_state()
+        default = self._default
+        outside = self._default.graphsafe_get_state()
         try:
             yield
         finally:
@@ -339,16 +345,18 @@ class RecordedMoves:
     """The copies of one rank's step: recorded when they are first asked for, and replayed from then on."""
 
     def __init__(self, record: Callable[[Callable[[], None]], _Recorded], lane: CopyLane, device: torch.device) -> None:
-        self._record, self._lane, self._device = record, lane, device
+        self._record = record
+        self._lane = lane
+        self._device = device
         self._outward: dict[SliceKey, _Recorded] = {}
         self._inward: dict[SliceKey, _Recorded] = {}
-        self._on_host: dict[SliceKey, list[Tensor]] = {}  # where the copies of offloaded blocks lie
-        self._free: defaultdict[int, list[Tensor]] = defaultdict(list)  # memory of the host, by its size
-        self._held: list[tuple[SliceKey, list[Tensor]]] = []  # blocks whose copy begins before the next action
-        self._ending: list[tuple[SliceKey, list[Tensor]]] = []  # that began before the last one
-        self._ends: dict[Action, list[SliceKey]] = {}  # the copies for which an action waits
-        self._leaving: dict[SliceKey, Any] = {}  # by the lane
-        self._arriving: dict[SliceKey, Any] = {}  # likewise
+        self._on_host: dict[SliceKey, list[Tensor]] = {}  # host copies of offloaded blocks
+        self._free: defaultdict[int, list[Tensor]] = defaultdict(list)  # free host memory, by number of elements
+        self._held: list[tuple[SliceKey, list[Tensor]]] = []  # blocks whose copy is still to be started
+        self._ending: list[tuple[SliceKey, list[Tensor]]] = []  # blocks whose copy started before the previous action
+        self._ends: dict[Action, list[SliceKey]] = {}  # copies awaited by each action
+        self._leaving: dict[SliceKey, Any] = {}  # tickets of copies to the host, from `lane.start`
+        self._arriving: dict[SliceKey, Any] = {}  # tickets of copies back from the host
 
     def begin(self) -> None:
         """Begins a step: after copies of one that failed, whose memory its actions may take."""
@@ -380,10 +388,12 @@ class RecordedMoves:
         if key in self._inward:
             self._arriving[key] = self._lane.start(self._inward[key])
             return
-        hosts, blocks = self._on_host.pop(key), list[Tensor]()
+        hosts = self._on_host.pop(key)
+        blocks = list[Tensor]()
         self._inward[key] = self._record(partial(self._bring, hosts, blocks)) if hosts else _nothing
         for host in hosts:
-            self._free[host.numel()].append(host)  # for later copies, which run after this one
+            # A later copy may overwrite this memory: copies run in order, so this one has then been made.
+            self._free[host.numel()].append(host)
         put_back(blocks)
 
     def await_reload(self, key: SliceKey) -> None:
@@ -416,9 +426,9 @@ class FixedGradients:
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
-        self._trained: set[int] = set()  # the identities of parameters that get gradients
-        self._buffers: dict[int, Tensor] = {}  # by identity
-        self._addresses: set[int] = set()  # of their storages
+        self._trained: set[int] = set()  # ids of parameters with gradients
+        self._buffers: dict[int, Tensor] = {}  # gradient buffers, by id of the parameter
+        self._addresses: set[int] = set()  # addresses of the buffers' storages
 
     def holds(self, tensor: Tensor) -> bool:
         """Returns whether a tensor lies where the next step writes."""
@@ -436,7 +446,8 @@ class FixedGradients:
 
     def _filled(self, parameter: nn.Parameter) -> Tensor:
         """Returns the parameter's buffer, with its gradient."""
-        gradient, buffer = parameter.grad, self._buffers.get(id(parameter))
+        gradient = parameter.grad
+        buffer = self._buffers.get(id(parameter))
         if buffer is None:
             wide = parameter.grad_dtype or parameter.dtype
             buffer = torch.zeros_like(parameter, dtype=wide, requires_grad=False) if gradient is None else gradient

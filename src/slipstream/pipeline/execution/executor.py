@@ -59,12 +59,15 @@ class Executor:
     ) -> None:
         """`recompute` is the policy of the schedule's R actions, None for all. `reduce_gradients` carries out a stage's
         REDUCE_GRAD."""
-        self._rank, self._stages, self._transport, self._device = rank, stages, transport, device
+        self._rank = rank
+        self._stages = stages
+        self._transport = transport
+        self._device = device
         self._losses = losses
         self._saved = SavedActivations(stages, recompute, device)
         self._schedule: Schedule | None = None
-        self._head: SpreadHeadActions | None = None  # where the vocabulary is spread
-        self.log_probabilities: dict[int, Tensor] = {}  # of the last step's whole sequences, by microbatch
+        self._head: SpreadHeadActions | None = None  # None unless the vocabulary is spread
+        self.log_probabilities: dict[int, Tensor] = {}  # the last step's, by microbatch
         self._handlers: dict[Op, Callable[[ProgramStep], None]] = {
             Op.F: self._forward,
             Op.B: self._backward,
@@ -146,7 +149,8 @@ class Executor:
         except TransportError as error:
             raise TransportError(f"{error}\n{report_wait(schedule, self._rank, action)}") from error
         finally:
-            for offloaded in self._state.offloaded.values():  # of a step that failed
+            # After a step that failed, blocks may still be on their way to the host.
+            for offloaded in self._state.offloaded.values():
                 offloaded.close()
 
     def _observed(self, observer: Observer, handler: Callable[[ProgramStep], None], step: ProgramStep) -> None:
@@ -179,7 +183,8 @@ class Executor:
 
     def _forward(self, step: ProgramStep) -> None:
         """Runs F: takes the inputs, computes, and hands on the outputs, or spreads the input of the head."""
-        stage, inputs = self._stages[step.action.stage], self._inputs(step)
+        stage = self._stages[step.action.stage]
+        inputs = self._inputs(step)
         compute = partial(self._compute_forward, step)
         # Timed here, not by _timed_run, so that a layer's forward has one frame fewer above it.
         began = self._stopwatch.mark()
@@ -200,14 +205,16 @@ class Executor:
         inputs = self._messages.take(step, self._state.handed)
         if not step.is_offloaded:
             return inputs
-        inputs = tuple(tensor.clone() for tensor in inputs)  # to be moved to the host, which no buffer can be
+        # Only a tensor of its own can move to the host, and the message's buffer is reused.
+        inputs = tuple(tensor.clone() for tensor in inputs)
         self._messages.release(step)
         return inputs
 
     def _compute_forward(self, step: ProgramStep, inputs: Tensors) -> Tensors:
         """Returns the message of F, empty where it ends in the loss, and keeps the beginning of its backward."""
         g, m, i = key = step.key
-        stage, state = self._stages[g], self._state
+        stage = self._stages[g]
+        state = self._state
         store = state.stores.setdefault((g, m), ContextStore(state.batch.slices[m][i].length))
         if step.trains:
             specs = self._messages.specs(Op.RECV_F, key)
@@ -277,7 +284,8 @@ class Executor:
         """Returns the gradients of a slice's inputs on its stage, given those of its outputs; of an I, `deferred` gets
         the weight gradients that it leaves to W."""
         g, m, i = key
-        stage, state = self._stages[g], self._state
+        stage = self._stages[g]
+        state = self._state
         roots = state.roots.pop(key)
         state.replays.pop(key, None)
         needing = [index for index, spec in enumerate(self._messages.specs(Op.SEND_F, key)) if spec.needs_gradient]

@@ -13,7 +13,7 @@ from slipstream.schedule import Action, Op, Schedule, is_here
 
 
 class FarTensors:
-    """What a rank sends past neighbours and gets from there in one step.
+    """The messages that skip stages, which a rank sends and receives in one step.
 
     Args:
         schedule: with these messages.
@@ -29,8 +29,10 @@ class FarTensors:
         outgoing: dict[Action, Tensors],
         received: Callable[[Action], None],
     ) -> None:
-        self._schedule, self._transport = schedule, transport
-        self._outgoing, self._received = outgoing, received
+        self._schedule = schedule
+        self._transport = transport
+        self._outgoing = outgoing
+        self._received = received
         self._here: dict[Action, Tensors] = {}  # between stages of this rank
 
     def hand_on(self, send: Action, tensors: Tensors) -> None:

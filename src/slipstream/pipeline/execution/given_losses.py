@@ -56,10 +56,11 @@ class GivenLosses(SliceLosses):
     ) -> None:
         super().__init__(function)
         self._weights = weights
-        self._has_replicas, self._adds_router_loss = num_replicas > 1, adds_router_loss
+        self._has_replicas = num_replicas > 1
+        self._adds_router_loss = adds_router_loss
         self._num_sharing = num_sharing  # ranks, each with some tokens of every slice
         self._tried: set[object] = set()
-        self._own: Sequence[Tensor] = ()  # parameters of the function, in which the trial's backward adds gradients
+        self._own: Sequence[Tensor] = ()  # the function's own parameters, with gradients only from trials
 
     def compute(self, outputs: Any, state: StepState, key: SliceKey) -> Tensors:
         """Returns (sum, count). Raises SlipstreamError where the function returns something else."""

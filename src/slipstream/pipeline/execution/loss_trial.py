@@ -24,9 +24,9 @@ _BOUNDS = {torch.float64: 1e-6, torch.float32: 1e-3}  # relative differences; 0.
 
 class _Values(NamedTuple):
     total: float
-    number: float  # the count
+    number: float  # the second value, as a float
     is_divisor: bool
-    gradients: list[Tensor]  # of outputs; none: the sum has no graph
+    gradients: list[Tensor]  # gradients of the outputs; empty for a sum without a graph
     divides_with_gradient: bool
 
 
@@ -34,7 +34,10 @@ class LossTrial:
     """The values of a loss function on made-up outputs, and on these joined with others."""
 
     def __init__(self, function: LossFunction, forms: OutputForms, targets: Tensor, cut: Sequence[int]) -> None:
-        self._function, self._forms, self._targets, self._cut = function, forms, targets, cut
+        self._function = function
+        self._forms = forms
+        self._targets = targets
+        self._cut = cut
         self._shapes = [[*shape] for shape in forms.shapes]
         has_rows = all(shape[:1] == [*targets.shape[:1]] for shape in self._shapes)
         self._dims = {0: [0] * len(self._shapes)} if has_rows and targets.dim() else {}
@@ -63,13 +66,15 @@ class LossTrial:
             self._first = self._values(self._outputs, self._targets)
         except SlipstreamError:
             raise
-        except Exception:  # a user's function may do anything with made-up outputs
+        # A user's function may raise anything on made-up outputs.
+        except Exception:
             return False
         return math.isfinite(self._first.total)
 
     def check(self, has_backward: bool, adds_router_loss: bool) -> None:
         """Raises SlipstreamError for errors that the values show."""
-        first, expected = self._first, counted(self._targets)
+        first = self._first
+        expected = counted(self._targets)
         if first.divides_with_gradient and has_backward:
             raise SlipstreamError(DIVISOR_WITH_GRADIENT)
         if first.is_divisor and not math.isfinite(first.number):
@@ -91,7 +96,8 @@ class LossTrial:
                 self._compare()
         except SlipstreamError:
             raise
-        except Exception:  # of a function that takes no other shapes
+        # Some functions accept no other shapes than those of their model.
+        except Exception:
             return
 
     @property
@@ -109,9 +115,11 @@ class LossTrial:
 
     def _compare(self) -> None:
         """Compares the values of two pieces with those of both joined, and of one twice."""
-        first, second = self._first, self._values(self._others, self._targets)
+        first = self._first
+        second = self._values(self._others, self._targets)
         for dim in [dim for dim in self._cut if dim in self._dims]:
-            joined, parts = self._joined(self._others, dim), _DIMENSIONS[dim]
+            joined = self._joined(self._others, dim)
+            parts = _DIMENSIONS[dim]
             rule = f"it must be a sum over {parts}, as every part of a batch has its own. {PAIR}"
             sums = "sum", first.total, second.total, joined.total
             for name, one, two, both in (sums, ("count", first.number, second.number, joined.number)):
@@ -148,7 +156,8 @@ class LossTrial:
     def _values(self, outputs: Tensors, targets: Tensor) -> _Values:
         leaves = [o.clone().requires_grad_(o.is_floating_point() or o.is_complex()) for o in outputs]
         with torch.enable_grad():
-            copies = tuple(leaf.clone() for leaf in leaves)  # which it may change in place
+            # The function gets copies, as it may change its arguments in place.
+            copies = tuple(leaf.clone() for leaf in leaves)
             total, count = pair_of(self._function(copies if self._forms.is_tuple else copies[0], targets))
             gradients: list[Tensor] = []
             if total.requires_grad:
@@ -156,7 +165,8 @@ class LossTrial:
                     leaf if leaf.requires_grad else torch.zeros_like(total, requires_grad=True) for leaf in leaves
                 ]
                 gradients += torch.autograd.grad(total, wanted, allow_unused=True, materialize_grads=True)
-        number, is_divisor = float(count.detach()), count.is_floating_point()
+        number = float(count.detach())
+        is_divisor = count.is_floating_point()
         return _Values(float(total.detach()), number, is_divisor, gradients, count.requires_grad)
 
     def _joined(self, others: Tensors, dim: int) -> _Values:
@@ -166,7 +176,7 @@ class LossTrial:
         return self._values(outputs, torch.cat([self._targets] * 2, dim))
 
 
-DRAWS: Sequence[Callable[[Sequence[int]], Tensor]] = (  # logits, or other outputs that a loss function may want
+DRAWS: Sequence[Callable[[Sequence[int]], Tensor]] = (  # outputs for trials: logits, and others
     torch.randn,
     lambda shape: torch.rand(shape) * 0.9 + 0.05,
     lambda shape: torch.randn(shape).softmax(-1),

@@ -71,10 +71,10 @@ class SliceLosses(Losses):
 
 @dataclass(frozen=True)
 class CollectedOutputs(Losses):
-    """The results that an evaluation collects of every slice in place of a loss."""
+    """The results of every slice, which an evaluation collects instead of a loss."""
 
     function: TokenOutputs
-    outputs: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # by microbatch and slice
+    outputs: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # results by (microbatch, slice)
 
     def compute(self, outputs: Tensor, state: StepState, key: SliceKey) -> Tensors:
         """Returns the collected tensor of a slice."""
@@ -82,7 +82,7 @@ class CollectedOutputs(Losses):
         return (self.function(outputs, state.batch.targets[m][i]),)
 
     def add(self, computed: Tensors, state: StepState, key: SliceKey, has_backward: bool) -> Tensor:
-        """Collects it."""
+        """Collects a slice's results."""
         _, m, i = key
         (self.outputs[m, i],) = computed
         return self.outputs[m, i]
@@ -125,7 +125,7 @@ class LossDivisor:
         """What gradients of the last step are still to be divided by."""
 
     def find(self, count: float, is_own: bool, batch: SplitBatch) -> float:
-        """Returns it, of the counts of all ranks. Raises SlipstreamError where these can't be it."""
+        """Returns the sum of the counts of all ranks. Raises SlipstreamError where these can't be a divisor."""
         if not is_own and int(count) != batch.num_valid:
             raise SlipstreamError(miscounted(int(count), batch.num_valid))
         if is_own:
@@ -216,7 +216,7 @@ def checked_num_targets(batch: SplitBatch, num_targets: Any) -> float | None:
         return None
     if batch.sequences:
         raise SlipstreamError("num_targets with a SequenceLoss, which is a mean over sequences: leave it out.")
-    count: float = num_targets.item() if hasattr(num_targets, "item") else num_targets  # of a tensor
+    count: float = num_targets.item() if hasattr(num_targets, "item") else num_targets  # a float, also from a tensor
     if not 0 < count < math.inf:
         raise SlipstreamError(
             f"num_targets={count}: give the number of all batches' labels that count. Where none does in any, leave "

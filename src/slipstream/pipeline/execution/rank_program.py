@@ -32,23 +32,23 @@ class ProgramStep(NamedTuple):
 
     action: Action
     key: SliceKey
-    trains: bool  # whether the stage has backwards
-    awaited: Action | None  # the SEND of the action's input, where that comes from another rank
-    forward_awaited: Action | None  # likewise of the slice's F
-    far: tuple[Action, ...]  # the SENDs past neighbours of its inputs from other ranks
-    forward_far: tuple[Action, ...]  # likewise of the slice's F
-    messages: tuple[Action, ...]  # all SENDs that it waits for
-    told: dict[Action, tuple[Channel, Action]]  # the last SEND from here of which each of them tells that it came
-    result: Action  # the SEND with which the result of F, B or I would go to another rank
-    neighbour: SliceKey | None  # the slice on the stage that gets the result; None where no stage does
-    is_local: bool  # whether that stage is on this rank
-    channel: Channel | None  # of a SEND or RECV
-    message: Action  # the SEND that a SEND or RECV is an end of
-    inputs: tuple[Action, ...]  # the SENDs of a spread head's messages to it, from this rank too
-    results: tuple[Action, ...]  # and of its result, to this rank too
+    trains: bool  # backwards on this stage
+    awaited: Action | None  # the SEND of the action's input; None for an input from this rank
+    forward_awaited: Action | None  # the SEND of the input of the slice's F; None for an input from this rank
+    far: tuple[Action, ...]  # SENDs to the action's stage that skip stages, from other ranks
+    forward_far: tuple[Action, ...]  # SENDs to the slice's F that skip stages, from other ranks
+    messages: tuple[Action, ...]  # all awaited SENDs
+    told: dict[Action, tuple[Channel, Action]]  # awaited SEND -> the last SEND from here that it acknowledges
+    result: Action  # the SEND of the result of F, B or I, in case its reader is on another rank
+    neighbour: SliceKey | None  # the slice on the stage that gets the result; None for a result that goes nowhere
+    is_local: bool  # True for a neighbour on this rank
+    channel: Channel | None  # the channel of a SEND or RECV; None for other actions
+    message: Action  # the SEND at the beginning of a SEND's or RECV's message
+    inputs: tuple[Action, ...]  # SENDs of a spread head's messages to the action, from this rank too
+    results: tuple[Action, ...]  # SENDs of a spread head's messages from the action, to this rank too
     is_recomputed: bool
     is_offloaded: bool
-    is_last_slice: bool  # of its microbatch
+    is_last_slice: bool  # last slice of its microbatch
 
 
 def program_of(schedule: Schedule, rank: int) -> list[ProgramStep]:

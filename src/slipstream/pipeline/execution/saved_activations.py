@@ -66,12 +66,14 @@ class PinnedBlocks:
     def __init__(self, blocks: list[Tensor], stream: torch.cuda.Stream) -> None:
         self._stream = stream
         self._device = stream.device
-        stream.wait_stream(torch.cuda.current_stream(self._device))  # the copied tensors must have been computed
+        # The copies start once the tensors have been computed.
+        stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             self._pinned = [torch.empty(block.shape, dtype=block.dtype, pin_memory=True) for block in blocks]
             for block, pinned in zip(blocks, self._pinned, strict=True):
                 pinned.copy_(block, non_blocking=True)
-                block.record_stream(stream)  # not given to others before the copy is done
+                # The allocator keeps the block for this stream until its copy is done.
+                block.record_stream(stream)
 
     def load(self) -> list[Tensor]:
         with torch.cuda.stream(self._stream):
@@ -112,7 +114,8 @@ class EagerMoves:
     def __init__(
         self, to_host: Callable[[list[Tensor]], OffloadedBlocks], offloaded: dict[SliceKey, OffloadedBlocks]
     ) -> None:
-        self._to_host, self._offloaded = to_host, offloaded
+        self._to_host = to_host
+        self._offloaded = offloaded
 
     def offload(self, key: SliceKey, take_out: Callable[[], list[Tensor]]) -> None:
         """See `BlockMoves`."""
@@ -136,12 +139,14 @@ class SavedActivations:
     def __init__(
         self, stages: Mapping[int, PipelineStage], recompute: RecomputePolicy | None, device: torch.device
     ) -> None:
-        self._stages, self._recompute = stages, recompute or RecomputePolicy(by_stage=True)
+        self._stages = stages
+        self._recompute = recompute or RecomputePolicy(by_stage=True)
         self._to_host = host_memory_of(device)
 
     def begin(self, state: StepState, moves: BlockMoves | None) -> None:
         """Begins a step; without `moves` they are eager."""
-        self._moves, self._state = moves or EagerMoves(self._to_host, state.offloaded), state
+        self._moves = moves or EagerMoves(self._to_host, state.offloaded)
+        self._state = state
         self._storages = {stage_index: model_storages(stage.model) for stage_index, stage in self._stages.items()}
 
     def around_forward(

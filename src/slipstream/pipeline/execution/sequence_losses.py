@@ -20,7 +20,7 @@ from slipstream.pipeline.execution.step_state import StepState
 from slipstream.pipeline.loss_sequences import SUMS
 from slipstream.pipeline.pipeline_options import SequenceLoss
 
-TokenLosses = Callable[[Tensor, Tensor], Tensor]  # (logits (b, T, V), targets (b, T)) -> (b, T), zero where none counts
+TokenLosses = Callable[[Tensor, Tensor], Tensor]  # (logits (b, T, V), targets (b, T)) -> (b, T), 0 if ignored
 
 
 @dataclass

@@ -36,7 +36,10 @@ class SpreadHeadActions:
         state: StepState,
         stopwatch: Stopwatch,
     ) -> None:
-        self._schedule, self._stages, self._state, self._stopwatch = schedule, stages, state, stopwatch
+        self._schedule = schedule
+        self._stages = stages
+        self._state = state
+        self._stopwatch = stopwatch
         self.embeds = schedule.spreads_embedding
         self._far = far
         self._parts: dict[SliceKey, PartOfSlice] = {}
@@ -90,7 +93,8 @@ class SpreadHeadActions:
         part = self._rows(action.stage).softmax(hidden, targets, self._schedule.has_backward)
         self._stopwatch.record(action, began)
         if self._schedule.has_backward:
-            statistics = part._replace(mean=None, target=None)  # which go to the last stage
+            # The mean and the target go to the last stage, and only the rest is needed here for the gradient.
+            statistics = part._replace(mean=None, target=None)
             self._parts[step.key] = PartOfSlice(hidden, statistics, send)
         else:
             self._far.release(send)
@@ -116,7 +120,8 @@ class SpreadHeadActions:
         action, (send,) = step.action, step.inputs
         (logsumexp,) = self._far.take(send, step)
         hidden, part, came = self._parts.pop(step.key)
-        began, weight = self._stopwatch.mark(), self._state.batch.loss_weight
+        began = self._stopwatch.mark()
+        weight = self._state.batch.loss_weight
         self._rows(action.stage).add_gradients(hidden, self._targets(action), part, logsumexp, weight)
         self._stopwatch.record(action, began)
         self._far.release(came)

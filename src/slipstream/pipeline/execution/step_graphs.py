@@ -30,7 +30,8 @@ from slipstream.schedule import Action, Schedule
 from slipstream.watchdog import watchdog_paused
 
 _log = logging.getLogger(__name__)
-_EAGER_STEPS = 2  # alike, before one is recorded: in the last of them, calls that wait for the GPU are looked for
+# The first of these equal steps warms up. The last one, before the recording, finds calls that wait for the GPU.
+_EAGER_STEPS = 2
 
 MakeExecutor = Callable[[int, Transport, Callable[[int], None]], Executor]
 
@@ -55,18 +56,21 @@ class StepGraphs:
         refusal: str | None,
     ) -> None:
         """`refusal` says why this pipeline's steps can't be recorded at all."""
-        self._stages, self._make_executor, self._device = stages, make_executor, device
+        self._stages = stages
+        self._make_executor = make_executor
+        self._device = device
         has_none = f"{device.type} has none" if recorder_of(device) is None else None
-        self.may_record = (has_none or refusal) is None  # as all ranks know alike; steps and stages may refuse later
+        # All ranks get the same answer. A step or a stage may still refuse later.
+        self.may_record = (has_none or refusal) is None
         obstacles = (stage.graph_obstacle for stage in stages.values())
         self.refusal = has_none or refusal or next(filter(None, obstacles), None)
         self.gradients = FixedGradients([p for stage in stages.values() for p in stage.model.parameters()])
-        self._schedule: Schedule | None = None  # of the last step
-        self._kind: tuple[object, ...] = ()  # likewise
+        self._schedule: Schedule | None = None  # schedule of the last step
+        self._kind: tuple[object, ...] = ()  # batch signature and modes of the last step
         self._num_alike = 0
         self._recorded: list[RecordedStep] = []
-        self._draws = CountedDraws(device)  # of the last eager step
-        self._num_seeds: dict[Action, int] = {}  # of its actions
+        self._draws = CountedDraws(device)  # draws of the last eager step
+        self._num_seeds: dict[Action, int] = {}  # seeds per action of the last eager step
         self._said: set[str] = set()
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
@@ -113,7 +117,10 @@ class StepGraphs:
         """Counts the steps of this kind, in a row; another kind's graphs are dropped."""
         kind = signature(batch), self._modes()
         if schedule is not self._schedule or kind != self._kind:
-            self._schedule, self._kind, self._num_alike, self._recorded = schedule, kind, 0, []
+            self._schedule = schedule
+            self._kind = kind
+            self._num_alike = 0
+            self._recorded = []
         self._num_alike += 1
 
     def note_gradients(self) -> None:
@@ -127,17 +134,20 @@ class StepGraphs:
             torch.cuda.synchronize(self._device)
             torch.cuda.empty_cache()
         self.gradients.begin()
-        torch.clear_autocast_cache()  # a graph casts the weights itself, which change
+        # A graph casts the weights itself: casts cached before an update would be stale.
+        torch.clear_autocast_cache()
         try:
             with watchdog_paused("recording CUDA graphs"):
                 self._recorded = [self._recorded_rank(rank, schedule, batch) for rank in ranks]
         except RuntimeError as error:
             self._recorded = []
             self._give_up(next(iter(str(error).splitlines()), type(error).__name__))
-        torch.clear_autocast_cache()  # nobody else may take the graphs' casts
+        # The casts made while recording live in the graph's memory, and no other code may use them.
+        torch.clear_autocast_cache()
 
     def _recorded_rank(self, rank: int, schedule: Schedule, batch: SplitBatch) -> RecordedStep:
-        recorder = recorder_of(self._device)  # of this rank alone: others' actions may come between its own
+        # Each rank has its own recorder, as other ranks' actions may come between its own.
+        recorder = recorder_of(self._device)
         assert recorder is not None
         step = RecordedStep(recorder, batch, self._device, self._num_seeds)
         executor = self._make_executor(rank, FakeTransport(self._device), _nothing)

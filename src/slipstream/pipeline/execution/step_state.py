@@ -36,31 +36,31 @@ class OffloadedBlocks(Protocol):
         """Frees the host's memory, whether the blocks were loaded or not."""
 
 
-Roots = dict[int, Tensor | GradientEdge]  # by the output
+Roots = dict[int, Tensor | GradientEdge]  # output index -> root of its backward
 
 
 @dataclass
 class StepState:
-    """The tensors and graphs that a step holds between its actions; all is empty when the step ends."""
+    """The tensors and graphs kept between the actions of a step; all are empty when the step ends."""
 
     batch: SplitBatch
     loss: Tensor  # sum over this rank's slices so far, float64
     count: Tensor
-    loss_weight: Tensor  # of each valid token's loss in the differentiated sum, float64
-    # By the input, for the stages before
+    loss_weight: Tensor  # weight of each valid token's loss in the differentiated sum, float64
+    # By the index of the stage's input, for the stages before
     input_gradients: dict[SliceKey, dict[int, Tensor]] = field(default_factory=dict)
-    roots: dict[SliceKey, Roots] = field(default_factory=dict)  # of the backward; none: all frozen
-    replays: dict[SliceKey, SliceReplay] = field(default_factory=dict)  # of slices that are recomputed or offloaded
+    roots: dict[SliceKey, Roots] = field(default_factory=dict)  # roots of the backward; empty if all is frozen
+    replays: dict[SliceKey, SliceReplay] = field(default_factory=dict)  # recomputed or offloaded slices
     offloaded: dict[SliceKey, OffloadedBlocks] = field(default_factory=dict)
-    handed: dict[SliceKey, Tensors] = field(default_factory=dict)  # from a stage of the same rank: its outputs
-    gradients: dict[SliceKey, Tensors] = field(default_factory=dict)  # of a stage's outputs, from the same rank
+    handed: dict[SliceKey, Tensors] = field(default_factory=dict)  # outputs, for a stage on the same rank
+    gradients: dict[SliceKey, Tensors] = field(default_factory=dict)  # gradients of outputs, from the same rank
     outgoing: dict[Action, Tensors] = field(default_factory=dict)  # computed, not yet sent
     weights: dict[SliceKey, list[WeightGradient]] = field(default_factory=dict)  # left by I for W
-    for_weights: dict[SliceKey, list[Action]] = field(default_factory=dict)  # whose buffers W reads
-    sequence_sums: dict[int, Tensor] = field(default_factory=dict)  # by microbatch, of its slices so far
-    log_probabilities: dict[int, Tensor] = field(default_factory=dict)  # of whole sequences, by microbatch
-    loss_gradients: dict[int, Tensor] = field(default_factory=dict)  # of whole sequences' sums, by microbatch
-    stores: dict[tuple[int, int], ContextStore] = field(default_factory=dict)  # by stage and microbatch
+    for_weights: dict[SliceKey, list[Action]] = field(default_factory=dict)  # messages in buffers that W still reads
+    sequence_sums: dict[int, Tensor] = field(default_factory=dict)  # sums of each microbatch's slices so far
+    log_probabilities: dict[int, Tensor] = field(default_factory=dict)  # whole sequences' sums, by microbatch
+    loss_gradients: dict[int, Tensor] = field(default_factory=dict)  # gradients of these sums, by microbatch
+    stores: dict[tuple[int, int], ContextStore] = field(default_factory=dict)  # (stage, microbatch) -> keys and values
 
     @classmethod
     def of(cls, batch: SplitBatch, device: torch.device) -> StepState:
@@ -89,7 +89,8 @@ def stage_inputs(inputs: Tensors, specs: Sequence[TensorSpec], on_gradient: Call
 
     `on_gradient` gets each gradient with the number of its input.
     """
-    begun, token = [*inputs], torch.empty(0, requires_grad=True)
+    begun = [*inputs]
+    token = torch.empty(0, requires_grad=True)
     for index, (tensor, spec) in enumerate(zip(inputs, specs, strict=True)):
         if spec.needs_gradient:
             begun[index] = begin_graph(token, tensor, partial(on_gradient, index))
@@ -167,9 +168,11 @@ class StageMessages:
         state: StepState,
         stopwatch: Stopwatch,
     ) -> None:
-        self._transport, self._state, self._stopwatch = transport, state, stopwatch
-        self._posted: dict[Action, Any] = {}  # when the message's receive was posted
-        # nothing here knows itself: such a circle would hold the step's tensors until it is collected
+        self._transport = transport
+        self._state = state
+        self._stopwatch = stopwatch
+        self._posted: dict[Action, Any] = {}  # time at which each message's receive was posted
+        # Nothing here refers to itself: such a cycle would keep the step's tensors until the garbage collector runs.
         self.specs = partial(_specs, schedule, stages, state)
         """Returns the specs of what a stage receives or sends in messages of an op, given that and the slice's key."""
         self._far_specs = partial(_far_specs, schedule, stages, state)
@@ -255,10 +258,12 @@ def _specs(
 ) -> Sequence[TensorSpec]:
     """Returns the specs of a stage's tensors in such a message, with skips for SEND_F and SEND_B."""
     g, m, i = key
-    stage, piece = stages[g], state.batch.slices[m][i]
-    inwards = op in (Op.RECV_F, Op.SEND_B)  # of its forward
+    stage = stages[g]
+    piece = state.batch.slices[m][i]
+    inwards = op in (Op.RECV_F, Op.SEND_B)  # messages about the stage's input, forward or backward
     specs = stage.receives(piece) if inwards else stage.sends(piece)
-    if inwards and 0 < g <= schedule.num_frozen_stages:  # nobody below needs their gradients
+    # Frozen stages need no gradient of their outputs.
+    if inwards and 0 < g <= schedule.num_frozen_stages:
         specs = tuple(spec._replace(needs_gradient=False) for spec in specs)
     return specs if op in (Op.RECV_F, Op.SEND_F) else [spec for spec in specs if spec.needs_gradient]
 
@@ -283,7 +288,7 @@ class Stopwatch:
         return event
 
     def record(self, action: Action, began: _Mark) -> None:
-        """Records that the action which began at a mark ends now."""
+        """Records the end, now, of the action that began at a mark."""
         self._marks.append((action, began, self.mark()))
 
     def spans(self) -> list[Span]:

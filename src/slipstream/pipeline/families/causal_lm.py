@@ -102,8 +102,11 @@ class CausalLMFamily(ModelFamily):
         self.config: PretrainedConfig = source.config
         self.name = str(self.config.model_type)
         self.beside = source.beside
-        self.compiled, self.trained, self.adapter = source.compiled, source.trained, source.trained.adapter
-        self._source: WeightSource | None = source  # until the stages are made: it may hold layers of other ranks
+        self.compiled = source.compiled
+        self.trained = source.trained
+        self.adapter = source.trained.adapter
+        # The source is dropped once the stages are made, as it may have other ranks' layers.
+        self._source: WeightSource | None = source
         self.move_to(options, ranks, device)
 
     def move_to(self, options: PipelineOptions, ranks: Ranks, device: torch.device) -> None:
@@ -130,11 +133,14 @@ class CausalLMFamily(ModelFamily):
         self._router_loss = ranks.run_on_leader(
             lambda: find_router_loss(self.config, options.router_loss, ranks.tensor.size)
         )
-        self._options, self._ranks, self._device = options, ranks, device
+        self._options = options
+        self._ranks = ranks
+        self._device = device
         if options.runtime.fused:
             check_compiler(device.type)
         self._self_check: SelfCheck | None = None
-        vars(self).pop("_longest_packed", None)  # by the self-check that was
+        # This cached length depends on the self-check, which is made anew.
+        vars(self).pop("_longest_packed", None)
         if options.runtime.self_check:
             is_cut = options.slices != 1 or bool(ranks.token_axes)
             self._self_check = ranks.run_on_leader(lambda: check_trainable(self.config, is_cut))
@@ -151,12 +157,12 @@ class CausalLMFamily(ModelFamily):
             self._changed = self._tried(self._source, given)
             self._anatomy = self._changed.outlined(self._anatomy)
         self._restricts_pieces = self._changed is not None and self._changed.restricts_pieces
-        self._head_names: HeadNames | None = None  # of a head that is spread
+        self._head_names: HeadNames | None = None  # None unless the head is spread
         # whether no layer carries state that slices don't
         self._may_cut = self._self_check is not None and not self._self_check.refusal
         self._longest = longest_sequence(self.config) or inf
         self._stages: dict[int, CausalLMStage] = {}
-        self._elsewhere = NamedWeights()  # weights of a model in memory that the last stage doesn't have
+        self._elsewhere = NamedWeights()  # weights outside the last stage, of a model in memory
 
     def _tried(self, source: WeightSource, given: GivenModel) -> ChangedModel:
         """Returns the parts that the changes of a model in memory keep from being computed apart. Collective."""
@@ -169,7 +175,7 @@ class CausalLMFamily(ModelFamily):
 
     @cached_property
     def _longest_packed(self) -> float:
-        """How long sequences of several documents may be, self-check or not."""
+        """The longest sequence of several documents, in tokens, with a self-check or without."""
         return longest_packed_sequence(self.config) if self._self_check is None else self._self_check.longest_packed
 
     @cached_property
@@ -330,7 +336,8 @@ class CausalLMFamily(ModelFamily):
 
         anatomy = self._anatomy
         if self._changed is not None and self._changed.given.dispatched.attention is not None:
-            anatomy = replace(anatomy, attends_itself=True)  # the user's function stays in its place
+            # The user's attention function is kept, so no other is chosen.
+            anatomy = replace(anatomy, attends_itself=True)
 
         def made() -> dict[int, CausalLMStage]:
             stages = {}
@@ -359,7 +366,7 @@ class CausalLMFamily(ModelFamily):
                 add_embedding_noise(stage, alpha, length)
 
     def _taken_source(self) -> WeightSource:
-        """Returns the source, which then nothing here holds: it may have layers of other ranks."""
+        """Returns the source and drops it here, as it may have layers of other ranks."""
         assert self._source is not None
         source, self._source = self._source, None
         return source
@@ -390,7 +397,8 @@ class CausalLMFamily(ModelFamily):
     def output_forms(self, piece: TokenSlice, targets: Tensor) -> OutputForms:
         """Returns the logits of a slice with these targets (b, T)."""
         config = self.config.get_text_config()
-        named = str(self._options.precision.dtype or config.dtype or "float32")  # of a configuration also a torch.dtype
+        # A configuration's dtype may be a name or a torch dtype.
+        named = str(self._options.precision.dtype or config.dtype or "float32")
         dtype = torch_dtype(named.removeprefix("torch.")) or torch.float32
         return OutputForms([(*targets.shape, config.vocab_size)], [dtype], [1])
 
@@ -496,7 +504,7 @@ def check_token_ids(config: PretrainedConfig, inputs: Tensor, labels: Tensor, pl
 
 
 def _raise_outside(name: str, ids: Tensor, is_outside: Tensor, size: int, place: str) -> None:
-    """Raises SlipstreamError that names the first of the ids that are outside of the vocabulary, if any is."""
+    """Raises SlipstreamError that names the first id outside of the vocabulary, if there is one."""
     indices = is_outside.nonzero()
     if not len(indices):
         return

@@ -36,8 +36,8 @@ class ChangedModel:
     result: TrialResult
     layers: str  # the name of the list of layers
     num_replicas: int
-    shares_slices: bool  # whether other ranks have other tokens of every slice
-    weights: NamedWeights  # none unless the model is in memory
+    shares_slices: bool  # slices shared with ranks that have their other tokens
+    weights: NamedWeights  # weights of a model in memory, else empty
 
     @classmethod
     def tried(

@@ -46,7 +46,8 @@ from slipstream.planner import OPEN
 from slipstream.planner.partition import partition_layers
 from slipstream.schedule import AUTOMATIC, Schedule
 
-WORTH_CUTTING = 0.97  # layers are cut in half where the slowest rank's cost falls to this share or below
+# Layers are cut in half only if that lowers the slowest rank's cost to this share of the uncut one, or below.
+WORTH_CUTTING = 0.97
 
 
 def plan_layout(
@@ -84,9 +85,11 @@ def plan_layout(
     model = FlopEstimate(config, anatomy, seq_len, has_head=not spreads, whole=whole)
     model.uses_randomness |= draws
     layers, anatomy = assign_layers(model, options.partition, schedule.placement)
-    memory, most = options.memory, max(len(stage.layers) for stage in layers)
+    memory = options.memory
+    most = max(len(stage.layers) for stage in layers)
     recompute = RecomputePolicy.parse(memory.recompute, most, is_checked=memory.check_recompute)
-    embeds = spreads and bool(anatomy.tied)  # an untied embedding is faster whole: its output has not to travel
+    # An untied embedding stays whole, which is faster: its output needn't travel.
+    embeds = spreads and bool(anatomy.tied)
     layout = StageLayout(schedule, layers, recompute, options.memory.offload, reduces, spreads, embeds)
     _check_sharding(anatomy, tensor_ranks, options)
     return layout, anatomy
@@ -173,7 +176,8 @@ def _balanced(model: FlopEstimate, placement: Sequence[int]) -> tuple[list[float
     whole = partition_layers(costs, len(placement), placement=placement)
     slowest = _slowest_rank(costs, whole, placement)
     if sum(costs) / len(set(placement)) > WORTH_CUTTING * slowest:
-        return [*whole], ()  # even the most even cut would not be
+        # Even perfectly balanced ranks wouldn't gain enough.
+        return [*whole], ()
     halves = halves_or_none(model.config, model.anatomy)
     if halves and not model.anatomy.kept_whole:
         costs = model.costs(halves)
@@ -202,10 +206,12 @@ def load_layers(
     dtype = torch_dtype(options.precision.dtype)
     model = source.load(anatomy, layers, dtype)
     if dtype is not None:
-        for parameter in model.parameters():  # rope's frequencies keep theirs, as when transformers loads a model
+        # Buffers such as rope's frequencies keep their dtype, as when transformers loads a model.
+        for parameter in model.parameters():
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(dtype)
-    if options.runtime.fused:  # before it is cut into stages, which then share kernels
+    # Kernels are fused before the model is cut, so that its stages share them.
+    if options.runtime.fused:
         fuse_kernels(model)
     return model
 
@@ -269,7 +275,8 @@ def planned_vocabulary(
     if options.vocabulary == "whole":
         return "whole"
     try:
-        planned = replace(options, schedule="1f1b", slices=1)  # the plan's to give
+        # The plan decides the order and the slices, so the check is of the vocabulary alone.
+        planned = replace(options, schedule="1f1b", slices=1)
         check_spread(config, tensor_ranks, num_ranks, planned)
         find_spreadable_head(config, anatomy)
     except SlipstreamError:

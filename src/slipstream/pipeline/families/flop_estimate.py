@@ -29,7 +29,7 @@ _WITHOUT_SCORES = ("linear_attention", "conv", "mlp", "moe")  # kinds of layers 
 
 
 class FlopEstimate:
-    """A model that isn't in memory, its layers weighed by the multiplications that a token needs.
+    """A model without weights, each layer weighed by its multiplications for a token.
 
     These are the products with weights and, where `seq_len` is known, those of attention in sequences of that length.
     Where all weights are trained, backwards have twice as many and count nothing; else a third of all is the weight:
@@ -44,12 +44,15 @@ class FlopEstimate:
         has_head: bool = True,
         whole: PreTrainedModel | None = None,
     ) -> None:
-        self.config, self.anatomy, self.trains_all = config, anatomy, whole is None
+        self.config = config
+        self.anatomy = anatomy
+        self.trains_all = whole is None
         self._module = meta_model(config) if whole is None else whole
         self.layers = anatomy.layers_of(self._module)
         self.uses_randomness = uses_randomness(self._module)
-        self._seq_len, self._text = seq_len, config.get_text_config()
-        self._has_head = has_head  # of whichever stage is last
+        self._seq_len = seq_len
+        self._text = config.get_text_config()
+        self._has_head = has_head  # last stage with a head
 
     def costs(self, halves: Sequence[LayerPart] = ()) -> list[float]:
         """Returns the multiplications of each layer, or of both halves of each where `halves` are given.
@@ -130,7 +133,8 @@ class FlopEstimate:
 
     def _attended(self, layer: int) -> float:
         """Returns the multiplications of a token with the keys and the values that it sees on average."""
-        length, window = self._seq_len, self.window(layer).width
+        length = self._seq_len
+        window = self.window(layer).width
         if length is None:
             return 0.0
         keys = length / 2
@@ -146,8 +150,9 @@ class FlopEstimate:
         return min(1.0, (getattr(self._text, "num_experts_per_tok", None) or 1) / experts)
 
 
-_FIXED = 32  # tokens' work: the constant cost of a slice, such as launches and messages
-_AGAIN = 2.5  # attention's products in the backward, which computes scores again, over those in the forward
+_FIXED = 32  # constant cost of a slice, such as launches and messages, in tokens' work
+# Backward over forward products of attention: the backward computes the scores again.
+_AGAIN = 2.5
 
 
 def flop_rates(
@@ -169,7 +174,8 @@ def flop_rates(
         recompute: the policy of backwards.
     """
     windows = tuple(dict.fromkeys(map(model.window, range(len(model.layers)))))
-    per_layer, units = 2 if halves else 1, np.array(model.products(halves))
+    per_layer = 2 if halves else 1
+    units = np.array(model.products(halves))
     last = len(layers) - 1
 
     def rates(begin: float, end: float, has_head: bool) -> Floats:
@@ -177,7 +183,8 @@ def flop_rates(
         products = units[int(per_layer * begin) : int(per_layer * end)].sum(axis=0)
         products += units[-1] if has_head else 0
         scores = np.zeros((3, len(windows)))
-        for layer in range(int(begin + 0.5), int(end + 0.5)):  # whose first half, with attention, is there
+        # A stage that ends in the middle of a layer has its first half, which has the attention.
+        for layer in range(int(begin + 0.5), int(end + 0.5)):
             attended = model.score_products(layer)
             scores[:2, windows.index(model.window(layer))] += attended, _AGAIN * attended * model.has_backward(layer)
         return np.concatenate([np.stack([_FIXED * products, products], axis=1), scores], axis=1)

@@ -79,18 +79,21 @@ class SequenceFamily(ModelFamily):
     def __init__(self, model: nn.Sequential, options: PipelineOptions, ranks: Ranks, device: torch.device) -> None:
         check_runs_its_children(model)
         check_options(model, options, ranks)
-        self._options, self._ranks = options, ranks
+        self._options = options
+        self._ranks = ranks
         self._has_segments = options.memory.recompute == "segments"
-        self._layers, self._sequences = flatten_layers(model), nested_sequences(model)
+        self._layers = flatten_layers(model)
+        self._sequences = nested_sequences(model)
         self._routes = find_skip_routes(self._layers)
-        self._cut, self._is_sliced = find_cut(self._layers), False
+        self._cut = find_cut(self._layers)
+        self._is_sliced = False
         self._check_count(options.slices if options.microbatches is None else "of microbatches")
         self.compiled = tuple(compiled_modules(model))
         model.to(torch_dtype(options.precision.dtype))
         self._tracer = ShapeTracer(self._layers, device)
         self._costs = self._find_costs()
         self._stages: dict[int, SequentialStage] = {}
-        self._elsewhere = NamedWeights()  # weights that the last stage doesn't have
+        self._elsewhere = NamedWeights()  # weights outside the last stage
 
     def _check_count(self, slices: object) -> None:
         if slices is None or slices == 1:
@@ -115,10 +118,13 @@ class SequenceFamily(ModelFamily):
         """Returns the plan of schedule, slices and partition, from the layers' times on the example. Collective."""
         options = self._options
         whole = BatchSlice(options.layers.example)
-        trace, length, cut = self._tracer.trace(whole, training=True), 1, None
+        trace = self._tracer.trace(whole, training=True)
+        length = 1
+        cut = None
         if options.slices == "auto":
             assert self._cut is not None
-            cut, length = self._cut, self._tokens_at_cut(whole, training=True)
+            cut = self._cut
+            length = self._tokens_at_cut(whole, training=True)
             whole = replace(whole, tokens=range(length), length=length)
             trace = self._tracer.trace(whole, training=True)
         say(f"measuring what {len(self._layers)} layers cost")
@@ -179,7 +185,8 @@ class SequenceFamily(ModelFamily):
     def _counted_costs(self, units: Sequence[range], cluster: Cluster, is_cut: bool) -> SequenceCosts:
         """Returns the costs on a typical cluster: of all layers on the example and, where rows are cut, of those after
         CutTokens on slices of it; or in proportion to the costs that are given."""
-        example, rate = self._options.layers.example, cluster.device.matmul_flops("float32")
+        example = self._options.layers.example
+        rate = cluster.device.matmul_flops("float32")
         cut = self._cut if is_cut and example is not None else None
         if example is None:
             assert self._costs is not None
@@ -260,9 +267,11 @@ class SequenceFamily(ModelFamily):
         check_reads_on_one_stage(self._layers, stages)
         ranges = tuple(LayerRange(stage.start, stage.stop) for stage in stages)
         what = "none" if self._has_segments else memory.recompute
-        most, checked = max(map(len, stages)), memory.check_recompute
+        most = max(map(len, stages))
+        checked = memory.check_recompute
         recompute = RecomputePolicy.parse(what, most, besides="'segments', ", is_checked=checked)
-        reduces, skips = self._ranks.share_gradients, self._skips(ranges)
+        reduces = self._ranks.share_gradients
+        skips = self._skips(ranges)
         return StageLayout(schedule, ranges, recompute, memory.offload, reduces, skips=skips)
 
     def make_stages(self, layout: StageLayout) -> tuple[dict[int, SequentialStage], None]:
@@ -330,7 +339,8 @@ class SequenceFamily(ModelFamily):
         inputs, targets = batch.tensors, batch.labels
         assert isinstance(targets, Tensor)
         if self._options.loss_fn is None and not (targets.is_floating_point() or targets.is_complex()):
-            targets = targets.long()  # class numbers, which cross_entropy takes as int64
+            # cross_entropy takes class numbers in int64 only.
+            targets = targets.long()
         check_batch(inputs, targets, len(microbatches))
         length = sum(microbatches[0].slices)
         if self._is_sliced:
@@ -455,7 +465,8 @@ def _ranges(layout: StageLayout) -> list[range]:
     return [stage.layers for stage in layout.layers]
 
 
-FLOPS_PER_BYTE = 10  # a layer with fewer waits for its memory: about those of a CPU's core
+# A layer with fewer FLOPs per byte is bound by memory; a CPU core has about this ratio.
+FLOPS_PER_BYTE = 10
 
 
 def counted_costs(trace: ShapeTrace) -> list[float]:

@@ -89,7 +89,7 @@ class ModelFamily(ABC):
     def measured_rates(
         self, layout: StageLayout, length: int, num_rows: int, say: Callable[[str], None]
     ) -> StageRates | None:
-        """Returns the stages' rates on rows of so many tokens, so many in a microbatch; None where that can't be
+        """Returns the stages' rates for microbatches of `num_rows` rows of `length` tokens; None where they can't be
         measured beside the model. Collective."""
         return None
 
@@ -151,8 +151,8 @@ class Balance:
 
     imbalance: float  # the slowest rank's cost over the mean
     rank: int  # the slowest
-    layer: str  # the one of it that costs most: no cut goes through it
-    share: float  # its part of the mean rank's cost
+    layer: str  # the costliest uncut layer of that rank
+    share: float  # that layer's cost over the mean rank's
 
     def __str__(self) -> str:
         return (

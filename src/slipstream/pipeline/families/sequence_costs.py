@@ -33,9 +33,9 @@ from slipstream.schedule import Op
 from slipstream.sequential import BatchSlice, SequentialLayer, ShapeTrace, as_value
 from slipstream.sequential.layer_list import LayerContext, SkipPop, SkipStash, as_tuple
 
-_REPEATS = 3  # of every op, of which the shortest counts
+_REPEATS = 3  # runs of every op, the shortest one counted
 _Points = list[tuple[int, int]]  # tokens of a slice, and before it
-_Times = dict[Op, list[float]]  # by point
+_Times = dict[Op, list[float]]  # seconds at each point
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,8 @@ def measure_layers(
     Once the budget, in seconds, is spent, nothing is repeated any more. Raises SlipstreamError where it is spent before
     all has been measured once.
     """
-    begins, first = time.perf_counter(), len(layers) if cut is None else cut
+    begins = time.perf_counter()
+    first = len(layers) if cut is None else cut
     points = [(piece.length, 0)]
     if cut is not None and piece.length > 1:
         step = Cuts.of_rows(piece.length).granularity
@@ -79,7 +80,8 @@ def measure_layers(
     fork = torch.random.fork_rng() if device.type == "cuda" else nullcontext()
     with kept_random_states(), fork:
         for index, layer in enumerate(layers):
-            if index == first + 1:  # after CutTokens
+            # CutTokens is done: from here on each layer gets one slice.
+            if index == first + 1:
                 hidden, *others = inputs[0]
                 inputs = [(hidden[:, j : j + i], *others) for i, j in points]
                 skips = [{} for _ in points]
@@ -101,8 +103,11 @@ class _LayerBench:
     def __init__(
         self, layer: SequentialLayer, index: int, piece: BatchSlice, device: torch.device, is_tuple: bool
     ) -> None:
-        self._original, self._index, self._piece = layer.module, index, piece
-        self._device, self._is_tuple = device, is_tuple
+        self._original = layer.module
+        self._index = index
+        self._piece = piece
+        self._device = device
+        self._is_tuple = is_tuple
         self._store = PrefilledStore(piece.length)
 
     def run(
@@ -214,7 +219,8 @@ class SequenceCosts(Costs):
     @cached_property
     def _fits(self) -> dict[Op, tuple[Floats, Floats]]:
         """The seconds of each layer that isn't cut, and the rates of those that are."""
-        fits, cut = {}, self.measured.cut
+        fits = {}
+        cut = self.measured.cut
         for op in OPS:
             times = [of_layer[op] for of_layer in self.measured.times]
             whole = np.array([seconds[0] if index < cut else 0.0 for index, seconds in enumerate(times)])

@@ -36,13 +36,13 @@ class StageLayout:
 
     order: Schedule
     layers: tuple[LayerRange, ...]
-    recompute: RecomputePolicy | None  # of backwards, and of the R's of `training`
-    offload: float  # the share of slices that wait in host memory
-    reduces: bool  # whether gradients are summed over replicas, or over ranks that share layers
-    spreads_vocabulary: bool = False  # whether every rank has some rows of the head
-    spreads_embedding: bool = False  # which embed too
-    num_frozen_stages: int = 0  # the first ones, of which nothing is trained
-    skips: tuple[StageSkip, ...] = ()  # past stages
+    recompute: RecomputePolicy | None  # policy for backwards and for the R's of `training`
+    offload: float  # share of slices in host memory between forward and backward
+    reduces: bool  # gradients summed over replicas or over ranks with the same layers
+    spreads_vocabulary: bool = False  # some rows of the head on every rank
+    spreads_embedding: bool = False  # the tied embedding spread like the head
+    num_frozen_stages: int = 0  # number of first stages without trained weights
+    skips: tuple[StageSkip, ...] = ()  # tensors that skip stages
 
     def __post_init__(self) -> None:
         check_communication(self.training)

@@ -17,7 +17,7 @@ from slipstream.schedule.action_arrays import ActionArrays
 from slipstream.simulator import Footprint, MemoryTable, StageSlice
 from slipstream.simulator.memory_account import NO_MOMENT, OrderBytes, bytes_of_stages
 
-_LONGEST_ROW = 768  # tokens of the rows that are rehearsed
+_LONGEST_ROW = 768  # tokens of the longest rehearsed row
 Slices = tuple[int, ...]
 
 
@@ -68,7 +68,8 @@ class LinearMemoryModel:
         saved = arrays.has(Op.R), arrays.has(Op.OFFLOAD)
         shape = schedule.num_stages, 2, 2, len(OPS)
         different, like = np.unique(np.ravel_multi_index((stage, *saved, op), shape), return_inverse=True)
-        fits, firsts = list[tuple[Floats, Floats]](), list[Floats]()
+        fits = list[tuple[Floats, Floats]]()
+        firsts = list[Floats]()
         for g, again, away, op_index in np.transpose(np.unravel_index(different, shape)).tolist():
             key = g, bool(again), bool(away), OPS[op_index]
             if key not in self._fits and OPS[op_index] is not Op.REDUCE_GRAD:
@@ -119,7 +120,8 @@ class LinearMemoryModel:
 
     @cached_property
     def _context_gradients(self) -> dict[int, float]:
-        slices, table = max(self.rehearsed, key=lambda row: len(row[0]))  # a slice that is alone leaves none
+        # A single slice in its row has no context gradients, so the row with most slices tells their bytes.
+        slices, table = max(self.rehearsed, key=lambda row: len(row[0]))
         return {stage: size / sum(slices) for stage, size in table.context_gradients.items()}
 
     @cached_property
@@ -166,9 +168,9 @@ class LinearMemoryModel:
 
 
 def rows_to_rehearse(num_positions: int | None) -> list[Slices]:
-    """Returns the slices of the rows that are rehearsed, for a model of so many positions, at least 6."""
+    """Returns the slices of the rows that are rehearsed, for a model of `num_positions`, at least 6."""
     length = max(1, min(num_positions or _LONGEST_ROW, _LONGEST_ROW) // 6)
-    short = max(1, length // 32)  # where the constant part counts most
+    short = max(1, length // 32)  # a slice dominated by its constant part
     whole = [(short,), (length,), (6 * length,)]
     return [*whole, (short,) * 3, (length,) * 3, (2 * length,) * 3, (length, 4 * length, length)]
 

@@ -26,8 +26,9 @@ from slipstream.schedule import Op, Schedule, SlicedMicrobatch, add_reductions
 from slipstream.simulator import MemoryTable, RankMemory, StageSlice, memory_of
 from slipstream.units import bytes_text
 
-_ROUNDED_UP = 1 + 1e-9  # peaks, and sums by kind, add the same numbers in another order
-_MOST_TABLES = 256  # of different microbatches, as sequences of any lengths make them
+# Peaks and sums by kind add the same numbers in different orders, and may differ in the last digits.
+_ROUNDED_UP = 1 + 1e-9
+_MOST_TABLES = 256  # different microbatches with a table kept; ragged batches make many
 
 
 class MemoryLimit:
@@ -57,13 +58,19 @@ class MemoryLimit:
         rehearsal: Callable[..., RehearsedStep],
         device: torch.device,
     ) -> None:
-        self.limit, self._ranks, self._family, self._device = limit, ranks, family, device
-        self._layout, self._lay_out, self._rehearsal = layout, lay_out, rehearsal
+        self.limit = limit
+        self._ranks = ranks
+        self._family = family
+        self._device = device
+        self._layout = layout
+        self._lay_out = lay_out
+        self._rehearsal = rehearsal
         self._frees_late = records
-        self._tables: dict[tuple[int, ...], MemoryTable] = {}  # by the rows of a microbatch, and slices
-        self.rows: LinearMemoryModel | None = None  # of batches whose sequences differ in length
-        self._fitting: dict[tuple[Schedule, tuple[SlicedMicrobatch, ...], int], None] = {}  # in order
-        self.most_steps = 1024  # that are known to fit, of which the oldest are forgotten
+        self._tables: dict[tuple[int, ...], MemoryTable] = {}  # (rows and slices of a microbatch) -> its table
+        self.rows: LinearMemoryModel | None = None  # the model for batches of unequal sequences
+        # Steps that fit, oldest first.
+        self._fitting: dict[tuple[Schedule, tuple[SlicedMicrobatch, ...], int], None] = {}
+        self.most_steps = 1024  # known steps within the limit; more drop the oldest
 
     def check(self, step: RehearsedStep, lengths: Sequence[int] = ()) -> None:
         """Raises SlipstreamError where the step would hold more than the limit, before it runs. Collective.
@@ -106,7 +113,8 @@ class MemoryLimit:
     def _memory(self, step: RehearsedStep, has_lengths: bool = False) -> tuple[RankMemory, ...]:
         if has_lengths and self.rows is not None:
             slices = [microbatch.slices for microbatch in step.microbatches]
-            with suppress(SlipstreamError):  # an action that wasn't rehearsed with other rows
+            # An action that wasn't rehearsed on other rows has no bytes in the linear model.
+            with suppress(SlipstreamError):
                 return self.rows.order_bytes(step.schedule, slices).memory(self._frees_late)
         alike = len(step.microbatches) == 1
         for index, microbatch in enumerate(step.microbatches):
@@ -138,7 +146,8 @@ class MemoryLimit:
     def _rehearse_rows(self, splits: bool) -> None:
         """Rehearses a few short rows, so that any rows' memory is known; not of a model whose rows can't be cut.
         `splits` is whether weight gradients may be computed apart. Collective."""
-        config, device = self._family.config.get_text_config(), self._device
+        config = self._family.config.get_text_config()
+        device = self._device
         steps = []
         for slices in rows_to_rehearse(getattr(config, "max_position_embeddings", None)):
             order = both_backwards(self._layout.order.placement, len(slices), splits)
@@ -152,7 +161,8 @@ class MemoryLimit:
             except SlipstreamError:
                 return
             for variant in (layout, replace(layout, recompute=None)) if layout.recompute else (layout,):
-                every = variant.with_all_backwards  # rows of a step may run in any order
+                # The rows of a step may run in any order, so all kinds of backward are rehearsed.
+                every = variant.with_all_backwards
                 steps.append((slices, self.rehearsed(every, batch, microbatches)))
         measured: dict[tuple[int, ...], list[MemoryTable]] = {}
         for slices, step in steps:
@@ -223,7 +233,8 @@ def _held(unit: StageSlice, table: MemoryTable) -> float:
         leaves += table.footprint(unit, Op.OFFLOAD).leaves
     left = table.footprints.get((unit, Op.I))
     leaves += max(0, left.leaves) if left else 0  # output gradients, until W
-    share = table.message_bytes[unit.slice] / sum(table.message_bytes)  # as its tokens
+    # A slice's messages are as large as its share of the row's tokens.
+    share = table.message_bytes[unit.slice] / sum(table.message_bytes)
     return leaves + share * (table.context.get(unit.stage, 0) + table.context_gradients.get(unit.stage, 0))
 
 

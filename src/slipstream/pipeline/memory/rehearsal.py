@@ -34,7 +34,7 @@ from slipstream.schedule import (
 )
 from slipstream.simulator import Footprint, MemoryTable, StageSlice
 
-ADAMW_STATES = 2  # tensors per parameter, in its dtype: the running means of gradients and of their squares
+ADAMW_STATES = 2  # AdamW's two running means per parameter, of gradients and of their squares
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,14 @@ class RehearsedStep:
     """The parts of a pipeline, and of the step that it would run next, of which a rehearsal measures the memory."""
 
     layout: StageLayout
-    stages: Mapping[int, PipelineStage]  # this process's
+    stages: Mapping[int, PipelineStage]  # stages of this process
     parameters: Parameters
     losses: Losses
     device: torch.device
-    scatter: Callable[[Transport], Transport]  # so that each of the tensor ranks sends a part
-    num_parts: int  # into which tensor ranks divide a message
+    scatter: Callable[[Transport], Transport]  # a transport that sends only this tensor rank's part
+    num_parts: int  # parts of a message, one per tensor rank
     batch: SplitBatch
-    microbatches: Sequence[SlicedMicrobatch]  # the rows and slices of each; of the first where all are alike
+    microbatches: Sequence[SlicedMicrobatch]  # rows and slices per microbatch; a single entry for equal ones
 
     @property
     def schedule(self) -> Schedule:
@@ -64,7 +64,8 @@ def rehearse(step: RehearsedStep, number: int = 0) -> MemoryTable:
     begin with, and then again with those. Parameters and `.grad` end as they were. On the CPU tensors are counted, on
     CUDA the allocator's bytes. Not for rows of several documents.
     """
-    batch, transport = step.batch, step.scatter(FakeTransport(step.device))
+    batch = step.batch
+    transport = step.scatter(FakeTransport(step.device))
     step = replace(step, batch=batch.twice(number))
     with running_alone():
         runs = [run for g in step.stages for run in _rehearse_stage(step, g, transport)]
@@ -94,7 +95,8 @@ def _with_divided_head(table: MemoryTable, step: RehearsedStep) -> MemoryTable:
     for stage_index, head in rows.items():
         weights = [*head.parameters()]
         copies, updated = step.parameters.bytes_of(weights)
-        counted = head.share - (stage_index == min(rows))  # the first stage's have all of it so far
+        # So far the whole head is counted with the first of these stages.
+        counted = head.share - (stage_index == min(rows))
         parameters[stage_index] += counted * (storage_bytes(weights) + copies)
         optimizer[stage_index] += counted * ADAMW_STATES * updated
         made = gradients[stage_index, Op.VW] * (1 - head.share)
@@ -110,14 +112,14 @@ class _Change(NamedTuple):
     context: int
     gradients: int
     peak: int  # above the bytes there before
-    is_shared: bool  # whether W will work on its gradient, too
+    is_shared: bool  # a message from I that W works on too
 
 
 @dataclass(frozen=True)
 class _Run:
-    """The changes by the actions of one stage, whose slices are all treated alike."""
+    """The changes by one stage's actions, all slices being recomputed and offloaded alike."""
 
-    like: StageSlice  # of slice 0, for all
+    like: StageSlice  # slice 0, measured for all slices
     num_slices: int
     changes: Mapping[Action, _Change]
 
@@ -198,7 +200,8 @@ def _vocabulary_bytes(step: RehearsedStep) -> dict[tuple[Op, int], float]:
     """Returns the bytes of the messages of V and L, and of E, of each slice, where the head is spread."""
     if not step.schedule.spreads_vocabulary:
         return {}
-    stage, pieces = next(iter(step.stages.values())), step.batch.slices[0]
+    stage = next(iter(step.stages.values()))
+    pieces = step.batch.slices[0]
     ops = (Op.V, Op.L, Op.E) if step.schedule.spreads_embedding else (Op.V, Op.L)
     messages = {(op, index): stage.rows_messages(op, piece, True) for op in ops for index, piece in enumerate(pieces)}
     return {place: message_bytes(specs) for place, specs in messages.items()}
@@ -214,13 +217,15 @@ def _rehearse_stage(step: RehearsedStep, number: int, transport: Transport) -> I
         for like in {StageSlice.of(action, step.schedule)._replace(slice=0) for action in actions}:
             for split in (False, True):
                 if (Op.I if split else Op.B) in ops or (not split and not step.schedule.trains(number)):
-                    _run(step, like, split, transport)  # fills caches that last from one step to the next
+                    # The first run fills caches that last from step to step, so only the second is measured.
+                    _run(step, like, split, transport)
                     yield _Run(like, len(step.batch.slices[0]), _run(step, like, split, transport))
 
 
 def _run(step: RehearsedStep, like: StageSlice, split: bool, transport: Transport) -> dict[Action, _Change]:
     """Returns each action's change of memory."""
-    stage, schedule = step.stages[like.stage], alone(like, split, step.schedule, len(step.batch.slices[0]))
+    stage = step.stages[like.stage]
+    schedule = alone(like, split, step.schedule, len(step.batch.slices[0]))
     options = step.losses, step.device, step.layout.recompute, step.parameters.reduce
     executor = Executor(schedule.placement[like.stage], {like.stage: stage}, transport, *options)
     with _without_gradients(stage), memory_meter(step.device) as memory:
@@ -240,7 +245,8 @@ class _MemoryWatch:
     def __init__(self, stage: PipelineStage, memory: MemoryMeter, schedule: Schedule) -> None:
         self.changes: dict[Action, _Change] = {}
         self._schedule = schedule
-        self._parameters, self._memory = list(stage.model.parameters()), memory
+        self._parameters = list(stage.model.parameters())
+        self._memory = memory
         self._made: set[int] = set()  # the storages of the last results
 
     def run(self, _: Action, inputs: Tensors, compute: Callable[[Tensors], Tensors]) -> Tensors:
@@ -301,8 +307,11 @@ def alone(like: StageSlice, split: bool, schedule: Schedule, num_slices: int) ->
     alone.
     """
     placement = _apart(like.stage, schedule) if schedule.spreads_vocabulary else tuple(range(schedule.num_stages))
-    last, has_rows = len(placement) - 1, schedule.spreads_vocabulary and like.stage in schedule.vocabulary_stages
-    embeds, rank_here, trains = schedule.spreads_embedding, placement[like.stage], schedule.trains
+    last = len(placement) - 1
+    has_rows = schedule.spreads_vocabulary and like.stage in schedule.vocabulary_stages
+    embeds = schedule.spreads_embedding
+    rank_here = placement[like.stage]
+    trains = schedule.trains
     rows: list[list[Action]] = [[] for _ in range(max(placement) + 1)]
     for microbatch in range(2):
         parts = last, num_slices, has_rows, has_rows and embeds, trains
@@ -314,7 +323,8 @@ def alone(like: StageSlice, split: bool, schedule: Schedule, num_slices: int) ->
         if has_rows and embeds and like.stage > 0:
             rows[placement[0]] += (Action(Op.B, 0, microbatch, index) for index in reversed(range(num_slices)))
     first_trained = schedule.num_frozen_stages
-    if like.stage != first_trained and not (has_rows and embeds):  # its backward says to which stages gradients go
+    # A backward tells to which stages its gradients go, so the first trained stage runs one too.
+    if like.stage != first_trained and not (has_rows and embeds):
         rows[placement[first_trained]].append(Action(Op.B, first_trained, 0, 0))
     order = tuple(map(tuple, rows))
     alone = Schedule("rehearsal", order, placement, num_microbatches=2, num_slices=num_slices)
@@ -352,7 +362,8 @@ def _microbatch(
     trains: Callable[[int], bool],
 ) -> Iterator[Action]:
     """Yields the forwards, then the backwards in reverse, each with the actions that go with it."""
-    not_first, not_last = like.stage > 0, like.stage < last
+    not_first = like.stage > 0
+    not_last = like.stage < last
     forward = [
         (Op.E, looks_up),
         (Op.RECV_F, not_first),

@@ -41,15 +41,17 @@ from slipstream.units import numbers_text, plural
 NOMINAL_LENGTH = 4096
 """The tokens of a sequence for which stages are cut where nobody says how long rows are, or as many as the model takes:
 so many are usual in training, and twice or half as many move few layers."""
-_MORE_MEMORY = 1.25  # times the usual plan's: faster orders hold more, and any number of microbatches at worst
+# Limits a plan to this multiple of the usual plan's bytes: faster orders need more, some of them without bound.
+_MORE_MEMORY = 1.25
 _MOST_PLACES, _MULTIPLE = 48, 64  # places to cut a sequence; tokens between them, of long ones a multiple
 _MOST_SLICES = 16
 # The effort of the search for each microbatch on each rank, and at most.
 _EFFORT, _MOST_EFFORT = 9e4, 5e5
 # With more microbatches for each rank, ranks seldom wait: the orders that have names are as good, and soon compared.
 _MANY = 4
-_NAMED = ("1f1b", "zb-v", "interleaved-1f1b")  # the last where the others have other stages
-_RECOMPUTED = ("none", "full", "stage", "stage+full")  # whose times are known
+# "interleaved-1f1b" comes last, as its stages differ from the others'.
+_NAMED = ("1f1b", "zb-v", "interleaved-1f1b")
+_RECOMPUTED = ("none", "full", "stage", "stage+full")  # policies with known times
 
 # Takes the tokens of a row, and the rows of a microbatch.
 Problem = Callable[[int, int], JointProblem]
@@ -171,7 +173,7 @@ class CountedPlans:
         return self._in_layers.plan
 
     def first_order(self, settings: StepSettings) -> RowOrder:
-        """Returns what steps run on rows of the planned length, where that is known, and the usual order otherwise."""
+        """Returns the planned order for rows of the planned length, if that is known, otherwise the usual order."""
         assert self._plan is not None
         if not self._knows_length:
             return settings.usual
@@ -194,7 +196,8 @@ class CountedPlans:
                 )
                 return self._found(length, num_rows, placed)
 
-            self._plan, self._rows = self._ranks.run_on_leader(found), (length, num_rows)
+            self._plan = self._ranks.run_on_leader(found)
+            self._rows = (length, num_rows)
         assert self._plan is not None
         self._knows_length = True
         return settings.repeated(self._order(settings, self._plan), self._plan.slices, is_planned=True)
@@ -248,7 +251,8 @@ class CountedPlans:
         )
 
     def _found(self, length: int, num_rows: int, given: Plan) -> JointPlan:
-        """Returns the best plan within the memory limit, or else within a little more than the usual plan holds."""
+        """Returns the best plan within the memory limit or, without a limit, within a little more than the usual plan's
+        memory."""
         problem = self._problem(length, num_rows)
         self._check_layers(problem, given)
         effort = min(_MOST_EFFORT, _EFFORT * self._num_ranks * problem.num_microbatches)
@@ -273,7 +277,8 @@ class CountedPlans:
     def _check_layers(self, problem: JointProblem, given: Plan) -> None:
         """Raises SlipstreamError where there are more ranks than layers, or a given cut can't be; the usual layout then
         says what to type."""
-        num_layers, cut = problem.costs.num_layers, given.partition
+        num_layers = problem.costs.num_layers
+        cut = given.partition
         if cut is OPEN:
             num_stages = self._num_ranks * (1 if given.is_open("stages_per_rank") else given.stages_per_rank)
             if num_stages > (num_layers if self._units is None else self._units.num_units):

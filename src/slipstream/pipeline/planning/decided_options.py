@@ -21,7 +21,8 @@ def decided_options(plan: Plan, memory: Memory, parallel: Parallelism) -> dict[s
     """
     sections = plan.settings()
     options = {name: sections["pipeline"][name] for name in _OF_STAGES if name in sections["pipeline"]}
-    if options.get("slices") == [1]:  # layers that take whole microbatches
+    # Layers that take whole microbatches accept slices=1 only, and no list of lengths.
+    if options.get("slices") == [1]:
         options["slices"] = 1
     if sections["memory"]:
         options["memory"] = memory.model_copy(update=sections["memory"])

@@ -24,8 +24,8 @@ from slipstream.schedule import Schedule
 from slipstream.simulator import activation_peaks
 from slipstream.timeline import Timeline
 
-_ATTEMPTS = 4  # orders that are looked for within a memory limit, with less and less room
-_FRUGAL = (8, 16, 4)  # equal slices that are tried where the fastest ones hold too much
+_ATTEMPTS = 4  # searches within a memory limit, each with less room than the last
+_FRUGAL = (8, 16, 4)  # equal slices to try if the fastest ones exceed the limit
 _KINDS = "parameters, gradients, AdamW's state, messages, activations, keys and values"
 
 
@@ -61,14 +61,18 @@ class FirstSteps:
     """
 
     def __init__(self, settings: StepSettings, ranks: Ranks, measure: Measure, limit: float | None) -> None:
-        self._settings, self._ranks, self._measure, self._limit = settings, ranks, measure, limit
+        self._settings = settings
+        self._ranks = ranks
+        self._measure = measure
+        self._limit = limit
         self._observed: ObservedSteps | None = None
-        self.listens = False  # whether the timeline of the step that runs is wanted
-        self._length = 0  # of the rows that are planned for
+        self.listens = False  # True if the running step's timeline is wanted
+        self._length = 0  # tokens of the observed rows
 
     def begin(self, length: int, num_rows: int, holds: Holds) -> RowOrder | None:
-        """Returns what the next step runs, on rows of `length` tokens, `num_rows` in a microbatch: as planned, or to be
-        observed. None where rows of another length are observed. Collective; all replicas follow the leader's numbers.
+        """Returns the order of the next step on rows of `length` tokens, `num_rows` in a microbatch: a planned one, or
+        one to observe. None where rows of another length are observed. Collective; all replicas follow the leader's
+        numbers.
 
         Raises SlipstreamError where nothing keeps to the memory limit.
         """
@@ -107,7 +111,7 @@ class FirstSteps:
         return self._settings.repeated(schedule, slices, is_planned=True)
 
     def _within_limit(self, length: int, rates: StageRates, holds: Holds) -> Order:
-        """Returns the fastest order and slices that are found of those in which no rank needs more memory than it may.
+        """Returns the fastest order and slices found that keep every rank within the memory limit.
 
         Activations are known from the order that holds least, and what ranks hold besides them. Where an order that was
         found for the room that is left holds too much, it is looked for again with as much less room.
@@ -133,7 +137,8 @@ class FirstSteps:
         return first_within(range(_ATTEMPTS), find, fits) or least
 
     def _holding_little(self, length: int, slices: tuple[int, ...], holds: Holds) -> tuple[Order, HeldBytes]:
-        """Returns what keeps to the limit by its order alone, in these slices or in equal ones. Collective."""
+        """Returns the most frugal order, in the first of `slices` and equal slices that keep it within the limit, and
+        its memory. Collective."""
         assert self._limit is not None
         settings = self._settings
         peaks: list[tuple[float, ...]] = []
@@ -163,7 +168,8 @@ class FirstSteps:
         rank = max(range(len(peaks)), key=peaks.__getitem__)
         what, instead = "no order fits: with one microbatch at a time", ""
         if not self._settings.reorders:
-            what, instead = "the schedule that is given holds more:", "schedule='auto', "
+            what = "the schedule that is given holds more:"
+            instead = "schedule='auto', "
         return SlipstreamError(
             f"memory.limit={self._limit:.6g} bytes, but {what} rank {rank} holds {peaks[rank]:.0f} bytes ({_KINDS}). "
             f"Give memory.limit={peaks[rank]:.0f} or more, or {instead}{recompute_advice(self._settings.recompute)}"
@@ -172,13 +178,13 @@ class FirstSteps:
 
 
 def _microbatch_bytes(rates: StageRates, length: int, placement: Sequence[int]) -> Floats:
-    """Returns the bytes of one microbatch's activations on each rank: the least that any order holds."""
+    """Returns the bytes of one microbatch's activations on each rank: the least of any order."""
     of_stages = rates.held_bytes(np.array([length], np.int64))[:, 0]
     of_ranks: Floats = np.bincount(placement, of_stages).astype(float)
     return of_ranks
 
 
 def _peaks(rates: StageRates, besides: Floats, plan: Plan) -> list[float]:
-    """Returns the most bytes that each rank holds, with these besides activations."""
+    """Returns each rank's peak in bytes, given the bytes `besides` its activations."""
     assert isinstance(plan.schedule, Schedule)
     return [*map(float, besides + activation_peaks(plan.schedule, rates.on_slices(plan.slices)))]

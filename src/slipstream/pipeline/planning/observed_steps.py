@@ -17,7 +17,7 @@ from slipstream.planner.ragged import StageRates
 from slipstream.schedule import Op, Schedule, join_backwards, split_backwards
 from slipstream.timeline import Timeline
 
-_OBSERVED = (8, 4)  # numbers of slices whose times are observed
+_OBSERVED = (8, 4)  # numbers of slices per row in the observed steps
 _LEAST = 1e-9  # seconds of any action
 
 

@@ -46,8 +46,9 @@ from slipstream.profile.cost_cache import CostCache
 from slipstream.units import seconds_text
 
 _BUDGET = 60.0  # seconds of measuring, at most
-_REPEATS = 6  # of a point, at most
-_UNSEEN = 0.01  # of the counted bytes: those that parts measured alone hold only together
+_REPEATS = 6  # runs of a point, at most
+# Peaks get this share of the counted bytes on top, for bytes that only a whole step has and single parts don't.
+_UNSEEN = 0.01
 
 
 def held_beside(num_tokens: int) -> HeldBeside:
@@ -137,7 +138,8 @@ class StartRequest(ExpectedBatch):
     @property
     def profile(self) -> ProfileSettings:
         """The settings of the measurement for the plan."""
-        seq_len, step = self.longest or self.seq_len, self.cuts().granularity
+        seq_len = self.longest or self.seq_len
+        step = self.cuts().granularity
         # Fewer whole sequences than ranks leave some of these idle, so that half of one is the longest slice to know.
         are_cut = self.num_microbatches < self.num_ranks
         return ProfileSettings(
@@ -173,7 +175,8 @@ def plan_start(
         SlipstreamError: where nothing fits the memory limit, or the model can't be measured.
     """
     kinds = possible_exchanges(config, ranks.degrees, request.parallel)
-    plans, refusal = list[tuple[JointPlan, StageRates]](), None
+    plans = list[tuple[JointPlan, StageRates]]()
+    refusal = None
     for kind in kinds:
         # Messages between stages take as long however a slice is shared.
         link = profile_behind(plans[0][0].costs).link if plans else None
@@ -288,10 +291,12 @@ def of_what_is_trained(
 
 
 class _Told:
-    """Says how far measuring and searching are, with `every` so many seconds between two lines."""
+    """Reports how far measuring and searching are, at most one line per `every` seconds."""
 
     def __init__(self, say: Callable[[str], None], every: float) -> None:
-        self._say, self._every, self._last = say, every, time.perf_counter()
+        self._say = say
+        self._every = every
+        self._last = time.perf_counter()
 
     def measured(self, share: float) -> None:
         self._tell(f"measuring what the model's parts cost: {share * _BUDGET:.0f} s, of {_BUDGET:.0f} s at most")

@@ -35,7 +35,7 @@ from slipstream.schedule import (
 
 # Of the search for rows of one length: a few seconds, and without measuring a fraction of one.
 _EFFORT, _COUNTED_EFFORT = 2e7, 1e6
-_MOST_RAGGED = 32  # schedules for batches of different lengths that are kept
+_MOST_RAGGED = 32  # kept schedules for batches of unequal lengths
 
 
 def usual_order(options: PipelineOptions, num_ranks: int) -> Plan:
@@ -55,7 +55,7 @@ def may_split(options: PipelineOptions, compiled: Sequence[str]) -> bool:
 
 
 class RowOrder(NamedTuple):
-    """What a step runs on rows of one length.
+    """The order and slices of a step on rows of one length.
 
     Args:
         schedule: the order of all microbatches.
@@ -92,11 +92,13 @@ class StepSettings:
         usual = usual_order(options, num_ranks)
         schedule, stages_per_rank = usual.schedule, usual.stages_per_rank
         slices = default_slices if options.slices is None else options.slices
-        num_flushes, self._given = options.memory.num_flushes, options.given_microbatches
+        num_flushes = options.memory.num_flushes
+        self._given = options.given_microbatches
         counts = [len(microbatch.slices) for microbatch in self._given]
         if self._given:
             slices = max((microbatch.slices for microbatch in self._given), key=len)
-        self.reorders, self._reslices = schedule in AUTOMATIC, slices == "auto"
+        self.reorders = schedule in AUTOMATIC
+        self._reslices = slices == "auto"
         self.is_open = self.reorders or self._reslices
         """Whether the order or the slices are to be found."""
         self.is_counted = is_counted
@@ -114,14 +116,16 @@ class StepSettings:
                 )
         else:
             self._stages_per_rank = stages_per_rank
-            self._name, self._num_ranks = placed_as(schedule, stages_per_rank), num_ranks
+            self._name = placed_as(schedule, stages_per_rank)
+            self._num_ranks = num_ranks
             self._num_in_flush = len(counts) or options.num_microbatches // num_flushes
             num_slices = lengths if isinstance(lengths, int) else len(lengths)
             flush = self._named(self._num_in_flush, counts or num_slices)
             self.usual = RowOrder(in_flushes(flush, num_flushes), lengths)
-        self._num_flushes, self._num_microbatches = num_flushes, options.num_microbatches
-        self.is_given = isinstance(schedule, Schedule)  # each rank's order
-        self._ragged: dict[tuple[int, ...], Schedule] = {}  # for other numbers of slices than the schedule's
+        self._num_flushes = num_flushes
+        self._num_microbatches = options.num_microbatches
+        self.is_given = isinstance(schedule, Schedule)  # an order given for each rank
+        self._ragged: dict[tuple[int, ...], Schedule] = {}  # schedules by slices per microbatch
         _check_fits(self.usual.schedule, num_ranks, compiled)
         num_stages = self.usual.schedule.num_stages
         if options.rates is not None and options.rates.num_stages != num_stages:
@@ -139,7 +143,8 @@ class StepSettings:
             placement=schedule.placement,
             partition=partition_of(range(schedule.num_stages + 1), units_per_layer=1),
             slices=OPEN if self._reslices else tuple(slice_lengths(self.usual.slices, length)),
-            recompute="none",  # the rates have it
+            # The rates already include recomputation.
+            recompute="none",
         )
         return JointProblem(
             costs=rates,
@@ -159,18 +164,18 @@ class StepSettings:
         return Cuts.of_rows(length).even(length, count)
 
     def start(self, num_slices: int) -> Schedule:
-        """Returns a flush of the schedule that is given, or to start from."""
+        """Returns a flush of the given schedule, or of the one that the search starts from."""
         return self._named(self._num_in_flush, num_slices)
 
     def frugal(self, num_slices: int) -> Schedule:
-        """Returns a flush that holds least: with whole backwards, one microbatch after the other. A given schedule is
+        """Returns the flush with the least memory: whole backwards, one microbatch after the other. A given schedule is
         returned as it is."""
         if not self.reorders:
             return self.start(num_slices)
         return in_flushes(join_backwards(self._named(1, num_slices)), self._num_in_flush)
 
     def repeated(self, flush: Schedule, slices: tuple[int, ...], is_planned: bool = False) -> RowOrder:
-        """Returns what a step runs, given the order and the slices of each flush."""
+        """Returns the order and slices of a step, from those of each of its flushes."""
         schedule = in_flushes(flush, self._num_flushes)
         return RowOrder(schedule, slices if self._reslices else self.usual.slices, is_planned)
 
@@ -181,8 +186,8 @@ class StepSettings:
         return slice_lengths(order.num_slices if found_for_another else slices, length)
 
     def on_rows(self, order: RowOrder, length: int) -> RowOrder:
-        """Returns what runs on rows of `length` tokens: before any slices are planned, rows that are shorter than there
-        are slices run in slices of one token."""
+        """Returns the order for rows of `length` tokens. Until slices are planned, rows with fewer tokens than slices
+        run in slices of one token."""
         if self._reslices and length < order.num_slices and (self.is_counted or not order.is_planned):
             return self.repeated(self._named(self._num_in_flush, length), (1,) * length, order.is_planned)
         return order
@@ -280,7 +285,7 @@ class StepSettings:
 
     @property
     def are_microbatches_alike(self) -> bool:
-        """Whether they have the same rows and slices, but for a row more."""
+        """Whether the microbatches have equal slices, and rows that differ by at most one."""
         return not self._given
 
     def _named(self, num_microbatches: int, num_slices: SliceCounts) -> Schedule:
