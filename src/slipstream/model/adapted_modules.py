@@ -28,7 +28,7 @@ class AdaptedName(NamedTuple):
     """The parts of a parameter's name in an adapted model."""
 
     layer: str  # name of the wrapped module: "model.layers.0.mlp.up_proj"
-    factor: str | None  # such as "lora_A"; None where it is the module's own parameter, or that of a trained copy
+    factor: str | None  # such as "lora_A"; None: the module's own parameter, or a trained copy's
     rest: str  # the parameter's name within: "weight"; of a factor's bias "bias"
 
     @property
@@ -44,7 +44,8 @@ def parse_name(name: str) -> AdaptedName:
         layer = ".".join(parts[:place])
         if part in _INSIDE:
             return AdaptedName(layer, None, ".".join(parts[place + 1 :]))
-        if part == _COPIES:  # then the adapter's name
+        # The name of the adapter follows.
+        if part == _COPIES:
             return AdaptedName(layer, None, ".".join(parts[place + 2 :]))
         if part in _FACTORS:
             return AdaptedName(layer, part, ".".join(parts[place + 2 :]) or "weight")

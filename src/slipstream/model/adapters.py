@@ -47,7 +47,7 @@ _LORA_SETTINGS = frozenset(
 _OF_ANY_CONFIG = frozenset(
     {"task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"}
 )
-ORTHOGONAL = "orthogonal"  # the initialisation of both factors at once, whose product is zero
+ORTHOGONAL = "orthogonal"  # initialisation of both factors together, their product being zero
 _INITS_FROM_WEIGHTS = "changes the base model's weights, so the adapter would not fit the model it was made for"
 
 

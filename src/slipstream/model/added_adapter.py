@@ -20,13 +20,13 @@ from slipstream.model.adapters import ORTHOGONAL, Adapter, check_tied
 
 
 class Targets(NamedTuple):
-    """The modules that an adapter is added to, by their names in the model with the adapter."""
+    """The modules that get an adapter, by their names in the model that has it."""
 
     modules: list[str]  # names of modules with factors
-    parameters: dict[str, str]  # fused weights that get factors, by the names of modules around them
-    copies: list[str]  # modules of which a copy is trained
-    config: Any  # PEFT's, in which names of fused experts have become those of their parameters
-    saved: dict[str, str]  # under which name PEFT saves each parameter
+    parameters: dict[str, str]  # names of fused weights with factors -> names of their modules
+    copies: list[str]  # modules with a trained copy
+    config: Any  # PEFT's config; fused experts are named by their parameters
+    saved: dict[str, str]  # parameter -> its name in PEFT's files
 
 
 @contextmanager
@@ -55,7 +55,8 @@ def find_targets(whole: PreTrainedModel, config: Any) -> Targets:
             )
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`", UserWarning)  # is refused below
+            # This warning is about a case that is refused below.
+            warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`", UserWarning)
             adapted = adapted_model(whole, adapter := Adapter("default", config))
     except (ValueError, TypeError, NotImplementedError) as error:
         raise SlipstreamError(
@@ -128,8 +129,10 @@ def _add_factors(model: PreTrainedModel, config: Any, modules: list[str], weight
     import peft
 
     part = copy.deepcopy(config)
-    part.target_modules, part.target_parameters = set(modules), weights or None
-    part.exclude_modules = part.layers_to_transform = part.layers_pattern = None  # targets are those that remain
+    part.target_modules = set(modules)
+    part.target_parameters = weights or None
+    # The targets are named one by one, so nothing is left to exclude.
+    part.exclude_modules = part.layers_to_transform = part.layers_pattern = None
     part.modules_to_save = None
     with quiet_peft():
         peft.get_peft_model(model, part, autocast_adapter_dtype=False)

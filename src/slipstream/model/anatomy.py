@@ -44,10 +44,10 @@ class LayerPart:
     """A child of a layer that has parameters, and the half of the layer that it belongs to."""
 
     name: str  # within the layer, such as "mlp"
-    kind: str  # its class's name, as layers of one model may have different children of one name
+    kind: str  # the class's name, as children of one name may differ between layers
     half: LayerHalf
-    tuple_length: int = 0  # the length of the tuple that it returns; 0: it returns a tensor
-    begins_half: bool = False  # whether it runs first in its half
+    tuple_length: int = 0  # length of the returned tuple; 0: a tensor
+    begins_half: bool = False  # True for the module that runs first in its half
 
 
 @dataclass(frozen=True)
@@ -57,17 +57,18 @@ class ModelAnatomy:
     layers: str  # the nn.ModuleList of decoder layers, such as "model.layers"
     before: tuple[str, ...]  # such as ("model.embed_tokens",)
     after: tuple[str, ...]  # such as ("model.norm", "lm_head")
-    tuple_length: int = 0  # the length of the tuple that layers return, hidden states first; 0: a tensor
-    hidden: TensorForm | None = None  # of hidden states, where layers take more than (b, T, hidden)
-    crossing: tuple[CrossingTensor, ...] = ()  # further tensors that they take; both depend on the model's size
+    tuple_length: int = 0  # length of the tuple that layers return, hidden states first; 0: a tensor
+    hidden: TensorForm | None = None  # form of the hidden states; None: (b, T, hidden)
+    crossing: tuple[CrossingTensor, ...] = ()  # further tensors that layers take, for this model's size
     tied: tuple[tuple[str, str], ...] = ()  # (head's parameter, embedding's parameter): one weight on two stages
     shared: tuple[tuple[str, ...], ...] = ()  # names of each parameter that several layers of this model share
     aliases: frozenset[str] = frozenset()  # second names of parameters within one stage, such as of the head's bias
-    halves: tuple[LayerPart, ...] = ()  # how a layer is cut in two; empty if that isn't needed or isn't possible
-    skips_padding: bool = False  # whether positions count tokens but padding, from its id on, as RoBERTa's do
+    halves: tuple[LayerPart, ...] = ()  # the two halves of a layer; empty if not needed or not possible
+    # True for RoBERTa's kind of positions, which count on from the padding's id and leave padding out.
+    skips_padding: bool = False
     attends_itself: bool = False  # whether layers attend by code of their own, not through AttentionInterface
-    kept_whole: tuple[tuple[str, str], ...] = ()  # layers, head or embedding of this model that can't be cut, and why
-    separate_ends: frozenset[ModelEnd] = frozenset()  # those that are stages of their own, without any layer
+    kept_whole: tuple[tuple[str, str], ...] = ()  # uncuttable layers, head or embedding of this model, with the reason
+    separate_ends: frozenset[ModelEnd] = frozenset()  # ends that are stages of their own, without any layer
     # The key by which this process remembers what the toy has shown, so that none is made for what is known.
     toy: Hashable = field(default=None, repr=False, compare=False)
 
@@ -152,7 +153,8 @@ def _with_tensors(anatomy: ModelAnatomy, config: PretrainedConfig) -> ModelAnato
     try:
         with torch.enable_grad():
             model = shapes_model(config)
-            check_shared_weights(config, model.all_tied_weights_keys, anatomy.layers)  # a toy may have one such layer
+            # The toy may have only one of the layers that share a weight.
+            check_shared_weights(config, model.all_tied_weights_keys, anatomy.layers)
             hidden, crossing = find_layer_tensors(model, anatomy.layers_of(model))
     except SlipstreamError:
         raise
@@ -283,7 +285,7 @@ def switch_off_dropout(model: nn.Module) -> None:
     for module, name in [*random_rates(model)]:
         if "jitter" not in name:
             setattr(module, name, 0.0)
-    copies = dict[int, PretrainedConfig]()  # the copies, by the id of the configuration that modules share
+    copies = dict[int, PretrainedConfig]()  # copies, by id of the shared configuration
     for module in model.modules():
         for name, value in vars(module).items():
             if "drop" in name and isinstance(value, dict):  # the rates of adapters, by name

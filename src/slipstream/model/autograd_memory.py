@@ -54,9 +54,10 @@ class RecomputationError(RuntimeError):
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class SavedTensorSlot:
-    """Represents one saved tensor in the autograd graph, and is freed with the node that saved it."""
+    """Represents one saved tensor in the autograd graph, until the node that saved it is freed."""
 
-    tensor: Tensor | None  # without grad_fn, or the graph would keep itself alive; None: dropped, or moved to the host
+    # None once dropped or moved to the host. It has no grad_fn, which would keep the graph alive.
+    tensor: Tensor | None
     shape: torch.Size
 
 
@@ -125,7 +126,8 @@ class SavedTensors:
         """
         slots = [reference() for reference in self._slots]
         dropped = {i: slot for i, slot in enumerate(slots) if slot is not None and slot.tensor is None}
-        last, count = max(dropped, default=-1), 0
+        last = max(dropped, default=-1)
+        count = 0
         self.is_refilled = False
 
         def pack(tensor: Tensor) -> None:
@@ -208,10 +210,10 @@ class RecomputePolicy:
     activations, rotary embeddings, dropout and the loss, which cost memory but little time.
     """
 
-    num_layers: float = 0  # of each stage, its first ones, that are recomputed one by one
+    num_layers: float = 0  # number of first layers of each stage that are recomputed one by one
     by_stage: bool = False
     keeps_products: bool = False
-    is_checked: bool = True  # whether recomputed outputs are compared with the first ones
+    is_checked: bool = True  # comparison of recomputed outputs with the first ones
 
     @property
     def has_actions(self) -> bool:
@@ -264,16 +266,16 @@ def recompute_advice(setting: str | int, waits: bool = True) -> str:
 
 @dataclass(eq=False)
 class SliceReplay:
-    """One slice's forward on one stage that can be repeated: `forward` once, `replay` once before the backward."""
+    """A repeatable forward of one slice on one stage: `forward` once, then `replay` once before the backward."""
 
     saved: SavedTensors
-    what: RecomputePolicy | None  # None: no R recomputes anything, slices are only moved to the host
-    inputs: InitVar[Tensors]  # the forward's
+    what: RecomputePolicy | None  # None: no recomputation in R, only a move to the host
+    inputs: InitVar[Tensors]  # the forward's inputs
     needs_gradient: Sequence[bool]
 
     def __post_init__(self, inputs: Tensors) -> None:
         self._inputs = [] if self.what is None else [self.saved.hold(tensor) for tensor in inputs]
-        self._products: list[SavedTensorSlot | None] = []  # in order; None: changed in place, so not kept
+        self._products: list[SavedTensorSlot | None] = []  # products in order; None: changed in place, so not kept
         self._checks = OutputChecks() if self.what is not None and self.what.is_checked else None
 
     @contextmanager
@@ -310,9 +312,9 @@ class OutputChecks:
     """
 
     def __init__(self) -> None:
-        self._kept: list[tuple[str, list[Tensor]]] = []  # by layer, in order
+        self._kept: list[tuple[str, list[Tensor]]] = []  # each layer's outputs, in order
         self._place = 0
-        self._saved: SavedTensors | None = None  # to be refilled; None: a forward that is kept
+        self._saved: SavedTensors | None = None  # tensors to refill; None: a forward whose outputs are kept
 
     @contextmanager
     def keeping(self) -> Iterator[None]:
@@ -323,7 +325,8 @@ class OutputChecks:
     @contextmanager
     def comparing(self, saved: SavedTensors) -> Iterator[None]:
         """Surrounds the recomputation, which ends after the layer that has refilled `saved`."""
-        self._saved, self._place = saved, 0
+        self._saved = saved
+        self._place = 0
         with noting_outputs(self.note):
             yield
         self._kept = []
@@ -361,10 +364,13 @@ def recompute_in_backward(
     Code around the call, as of a slice with an R or OFFLOAD, has the inputs among its saved tensors.
     """
     leaves, form = tree_flatten(inputs)
-    saved, kept, checks = SavedTensors(set()), [_kept(leaf) for leaf in leaves], OutputChecks() if is_checked else None
+    saved = SavedTensors(set())
+    kept = [_kept(leaf) for leaf in leaves]
+    checks = OutputChecks() if is_checked else None
     device = next((leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)), "cpu")
     autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
-    draws, modes = current_draws(), [weakref.ref(mode) for mode in _modes._get_current_function_mode_stack()]
+    draws = current_draws()
+    modes = [weakref.ref(mode) for mode in _modes._get_current_function_mode_stack()]
 
     def refill() -> None:
         arguments = tree_unflatten([leaf.tensor() for leaf in kept], form)
@@ -392,11 +398,11 @@ def _within(modes: Sequence[weakref.ref[TorchFunctionMode]]) -> Iterator[None]:
 
 
 class _Kept(NamedTuple):
-    """An input that a recomputation will need, as the hooks on saved tensors keep it."""
+    """An input of a recomputation, as kept by the hooks on saved tensors."""
 
     value: Any
     unpack: Callable[[Any], Any] = lambda value: value
-    needs_gradient: bool | None = None  # None: no tensor
+    needs_gradient: bool | None = None  # None for anything but a tensor
 
     def tensor(self) -> Any:
         value = self.unpack(self.value)
@@ -412,7 +418,7 @@ def _kept(leaf: Any) -> _Kept:
     return _Kept(pack(leaf.detach()), unpack, leaf.requires_grad)
 
 
-_differing: list[tuple[str, Tensor | bool]] = []  # the layers that were computed again, and whether they differ
+_differing: list[tuple[str, Tensor | bool]] = []  # (recomputed layer, True if its output differs)
 
 
 def replay_checked(saved: SavedTensors, run: Callable[[], object], checks: OutputChecks | None) -> None:
@@ -426,7 +432,8 @@ def take_differing_layers() -> list[str]:
     differing = [layer for layer, differs in _differing if differs is True]
     flags = [(layer, differs) for layer, differs in _differing if isinstance(differs, Tensor)]
     if flags:
-        together = torch.stack([differs for _, differs in flags]).tolist()  # for which a GPU is awaited once
+        # One transfer for all flags, as the host waits for the GPU each time.
+        together = torch.stack([differs for _, differs in flags]).tolist()
         differing += [layer for (layer, _), differs in zip(flags, together, strict=True) if differs]
     _differing.clear()
     return [*dict.fromkeys(differing)]

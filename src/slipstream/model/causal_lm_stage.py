@@ -1,4 +1,4 @@
-"""Runs one stage of a causal LM, some of its layers, on one token slice at a time by the model's own code."""
+"""Runs one stage of a causal LM, a range of its layers, slice by slice in the model's own code."""
 
 from __future__ import annotations
 
@@ -91,13 +91,13 @@ class CausalLMStage(PipelineStage):
         self.attends_itself = anatomy.attends_itself
         if not anatomy.attends_itself:
             attention.use_attention(model, attention.NAME, anatomy.layers_of(model))
-        self.owned, self.layers_here = owned, owned.layers  # of which at least a half is here
+        self.owned, self.layers_here = owned, owned.layers  # numbers of the layers with at least a half here
         self.num_layers = len(anatomy.layers_of(model))
         self.is_first, self.is_last = (has_end(end, anatomy, owned, self.num_layers) for end in ModelEnd)
         keep_layers(model, anatomy, owned, device)
-        self.vocabulary = None if head is None else head.rows  # of a head that is spread
+        self.vocabulary = None if head is None else head.rows  # this rank's rows of a spread head
         self.has_loss = self.is_last and head is None
-        self._embedded: TensorSpec | None = None  # of a token, where the rows of an embedding are spread
+        self._embedded: TensorSpec | None = None  # a token's embedding, where its rows are spread
         if head is not None:
             model.set_submodule(head.name, head.rows or PassThrough(model.get_submodule(head.name)))
         if head is not None and head.embedding:
@@ -105,7 +105,9 @@ class CausalLMStage(PipelineStage):
             model.set_submodule(head.embedding, embedding)
             self._embedded = TensorSpec(torch.Size((embedding.embedding_dim,)), embedding.weight.dtype)
         fix_length_dependent_rope(model)
-        self._tensor, self._exchange, self._device = tensor, exchange, device
+        self._tensor = tensor
+        self._exchange = exchange
+        self._device = device
         self._seeds = LayerSeeds(model, uses_randomness(model), self.num_layers, tensor)
         self._seeds.install(self.is_first)
         add_weight_gradients_in_place(model)
@@ -119,9 +121,11 @@ class CausalLMStage(PipelineStage):
         self.tied = [] if self.embeds_by_parts else separate_head(model, anatomy, self.is_first, self.is_last)
         self.tied += shared_weights(model, anatomy)
         self.hidden_size: int = model.config.get_text_config().hidden_size
-        self._form, self._takes_more = anatomy.hidden_form(self.hidden_size), anatomy.hidden is not None
+        self._form = anatomy.hidden_form(self.hidden_size)
+        self._takes_more = anatomy.hidden is not None
         weights = chain(model.get_submodule(anatomy.layers).parameters(), model.parameters())
-        embedded = [] if self._embedded is None else [self._embedded.dtype]  # then an empty end has no weights
+        # With a spread embedding, an end without layers has no weights that tell the dtype.
+        embedded = [] if self._embedded is None else [self._embedded.dtype]
         self.hidden_dtype = next(chain((weight.dtype for weight in weights if weight.is_floating_point()), embedded))
         if getattr(model.config, "residual_in_fp32", False):  # Mamba's
             self.hidden_dtype = torch.promote_types(self.hidden_dtype, torch.float32)
@@ -131,7 +135,7 @@ class CausalLMStage(PipelineStage):
         asked = getattr(model.config.get_text_config(), "output_router_logits", False)
         self._without_router_logits = {"output_router_logits": False} if asked else {}
         self._recompute = recompute or RecomputePolicy()
-        self._carriers: list[nn.Module] | None = None  # of states; None: not known yet
+        self._carriers: list[nn.Module] | None = None  # layers that carry states; None: not known yet
         layers = anatomy.layers_of(model)
         self.layers = [layers[index] for index in self.layers_here]
         give_initial_states(self.model)
@@ -208,7 +212,8 @@ class CausalLMStage(PipelineStage):
                 position_ids=positions + self._first_position if self._first_position else positions,
                 use_cache=False,
                 **past,
-                **self._without_router_logits,  # of this stage's layers alone they would be a wrong loss
+                # Router logits of this stage's layers alone would give a wrong loss.
+                **self._without_router_logits,
             )
         if context.num_masks != (first := len(self.tables.functions)):
             raise RuntimeError(f"the model built {context.num_masks} masks, {first} when it was first run")
@@ -222,7 +227,8 @@ class CausalLMStage(PipelineStage):
         tokens = context.token_slice
         carriers = [] if tokens.document_start is None else self.find_carriers()
         if not tokens.is_cut and not carriers:
-            return {}  # a whole microbatch runs as in training without slices: models are given no cache
+            # A whole microbatch runs as in training without slices, and models then get no cache.
+            return {}
         context.carries_states = True
         context.has_lone_tokens = tokens.input_ids.shape[1] == 1 or bool(carriers and has_lone_tokens(tokens))
         return {self._cache_name: SliceCache(context)}
@@ -230,8 +236,10 @@ class CausalLMStage(PipelineStage):
     @contextmanager
     def _running(self, context: SliceContext) -> Iterator[None]:
         """Surrounds the code of the model that computes a slice, all of it or one layer again."""
-        tokens, layers = context.token_slice, dict(zip(self.layers_here, self.layers, strict=True))
-        if self._tensor is not None:  # now, as the first packed slice runs a token of its own
+        tokens = context.token_slice
+        layers = dict(zip(self.layers_here, self.layers, strict=True))
+        # The number of tokens is told now, as the first packed slice also runs a lone token.
+        if self._tensor is not None:
             self._tensor.begin(tokens.input_ids.shape[1])
         as_masked = masks_and_biases(self.model, tokens) if self.attends_itself else masks_of_text()
         # else the model would run its code that generates text with the given cache
@@ -244,7 +252,8 @@ class CausalLMStage(PipelineStage):
         context = current_slice()
         if not torch.is_grad_enabled() or context.layer >= self.layers_here.start + self._recompute.num_layers:
             return forward(*args, **kwargs)
-        store, entered = context.store, context.entered_layer()
+        store = context.store
+        entered = context.entered_layer()
         store.keep_for_layers()
 
         def again(given: Any) -> None:
@@ -314,8 +323,10 @@ class CausalLMStage(PipelineStage):
         if op is Op.E or op in BACKWARDS:
             return [self.embedded(piece)]
         hidden = self.hidden(piece)
-        tokens, wide = hidden.shape[:2], torch.promote_types(hidden.dtype, torch.float32)
-        statistics, gradients = TensorSpec(torch.Size((2, *tokens)), wide), [hidden, hidden] if has_backward else []
+        tokens = hidden.shape[:2]
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        statistics = TensorSpec(torch.Size((2, *tokens)), wide)
+        gradients = [hidden, hidden] if has_backward else []
         return {Op.F: [hidden], Op.L: [TensorSpec(tokens, wide)], Op.V: [statistics, *gradients]}[op]
 
     def _watch(self, layers: list[nn.Module], anatomy: ModelAnatomy) -> None:
@@ -367,7 +378,7 @@ class CausalLMStage(PipelineStage):
             self.compute(token_slice, inputs, ContextStore(length), records_masks)
 
 
-_BLOCK = 64  # tokens that draw from one generator
+_BLOCK = 64  # tokens per random generator
 
 
 def add_embedding_noise(stage: CausalLMStage, alpha: float, length: int) -> None:
@@ -385,7 +396,8 @@ def add_embedding_noise(stage: CausalLMStage, alpha: float, length: int) -> None
 def _drawn(tokens: TokenSlice, like: Tensor, bound: float) -> Tensor:
     """Returns the noise of the slice's tokens here, (b, T, width), drawn in blocks that are the same in any slicing."""
     start = tokens.first
-    first, last = start // _BLOCK, (start + like.shape[1] - 1) // _BLOCK
+    first = start // _BLOCK
+    last = (start + like.shape[1] - 1) // _BLOCK
     blocks = []
     for block in range(first, last + 1):
         seed = PlaceSeed(tokens.seed, ("embedding noise", tokens.microbatch, block))

@@ -35,7 +35,8 @@ from slipstream.autograd_calls import differentiable_once, direct_apply
 _log = logging.getLogger(__name__)
 _Function = Callable[..., Any]
 _TENSORS = (Tensor, nn.Parameter)
-_MOST_KINDS = 4096  # of inputs that are remembered: documents have ever new lengths
+# Documents keep coming in new lengths, so only this many kinds of inputs are remembered.
+_MOST_KINDS = 4096
 
 
 def compiled_region(plain: _Function, ways: dict[object, _Function] | None = None) -> _Function:
@@ -47,7 +48,8 @@ def compiled_region(plain: _Function, ways: dict[object, _Function] | None = Non
     torch.compile: autocast, inputs that aren't stored in order, outputs that share memory with inputs. `ways` is the
     table of the kinds that were met.
     """
-    region, ways = _Region(plain), {} if ways is None else ways
+    region = _Region(plain)
+    ways = {} if ways is None else ways
 
     def kernel(*inputs: Any) -> Any:
         if is_in_torch_dispatch_mode(include_infra_modes=False):
@@ -79,7 +81,7 @@ def watched_kernels(watcher: Callable[..., Any]) -> Iterator[None]:
 
 
 class _KernelOfDropout(TorchFunctionMode):
-    """Makes dropout one kernel that saves a mask of a byte an element, as on GPUs; elsewhere PyTorch takes several."""
+    """Runs dropout as one kernel that saves a mask of one byte per element, as PyTorch does on GPUs only."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         settings = kwargs or {}
@@ -89,7 +91,7 @@ class _KernelOfDropout(TorchFunctionMode):
 
 
 def _key(inputs: Sequence[Any]) -> object:
-    """Returns all that a compiled kernel depends on."""
+    """Returns everything that a compiled kernel depends on."""
     first = inputs[0]
     if not isinstance(first, Tensor) or torch.is_autocast_enabled(first.device.type):
         return None
@@ -121,7 +123,8 @@ class _Region:
             if not any(needed):
                 return forward.run
             backward = self._sized(inputs, needed)
-        except Exception as error:  # of any of the compiler's parts
+        # Any part of the compiler may raise any exception.
+        except Exception as error:
             _log.warning("a kernel is left to torch.compile: %s: %s", type(error).__name__, error)
             return self.by_dynamo
         kernels = _Kernels(forward.run, backward.run, needed, backward.kept)
@@ -148,11 +151,11 @@ class _SizedKernel:
 
     run: _Function
     shape_env: Any
-    symbolic: Sequence[Tensor]  # the inputs that it was traced with
-    kept: tuple[bool, ...]  # whether it takes each of them
+    symbolic: Sequence[Tensor]  # inputs of the trace
+    kept: tuple[bool, ...]  # True for each input that is used
 
     def takes(self, inputs: Sequence[Tensor]) -> bool:
-        """Returns whether it was compiled for sizes of which these are some."""
+        """Returns whether the kernel was compiled for these inputs' sizes."""
         like = [torch.empty(tensor.shape, device="meta") for tensor in inputs]
         return bool(self.shape_env.evaluate_guards_for_args(self.symbolic, like))
 
@@ -233,7 +236,8 @@ def _compile(plain: _Function, inputs: Sequence[Tensor], needed: tuple[bool, ...
         outputs = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in _outputs(plain, symbolic)]
     function, arguments = (plain, symbolic) if needed is None else (_backward(plain, needed), [*outputs, *symbolic])
     with torch.no_grad():
-        with mode:  # for the tensor that the gradient of a slice is laid into
+        # Within the mode, the backward can make the tensor that a slice's gradient is laid into.
+        with mode:
             # a lambda, as the arguments of methods are counted wrongly
             graph = make_fx(lambda *traced: function(*traced), select_decomp_table())(*arguments)
         is_used = (True,) * len(inputs) if needed is None else _remove_unused(graph, len(inputs))
@@ -244,7 +248,7 @@ def _compile(plain: _Function, inputs: Sequence[Tensor], needed: tuple[bool, ...
 
 
 def _remove_unused(graph: fx.GraphModule, num_inputs: int) -> tuple[bool, ...]:
-    """Removes those of a backward's last inputs, the forward's, that it doesn't need; returns whether each stays.
+    """Removes unneeded inputs of the forward from the end of a backward's inputs; returns whether each one stays.
 
     One that is needed for its sizes alone isn't kept: they are read from the gradients, which come first.
     """
@@ -282,7 +286,8 @@ def _backward(plain: _Function, needed: tuple[bool, ...]) -> _Function:
     """Returns a function of the gradients of the outputs and the inputs: the gradients of the inputs needed."""
 
     def differentiate(*given: Tensor) -> Any:
-        gradients, inputs = given[: -len(needed)], given[-len(needed) :]
+        gradients = given[: -len(needed)]
+        inputs = given[-len(needed) :]
 
         def of_needed(*some: Tensor) -> Any:
             chosen = iter(some)
@@ -300,7 +305,8 @@ def compile_graph(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> _Function:
 
     compiled: Any = compile_fx_inner(graph, [*inputs], is_inference=True)
     direct = getattr(compiled, "current_callable", None) or compiled
-    first = [compiled]  # its first call ends the compiling; later ones would cost as much as a kernel
+    # The first call goes through `compiled`, which ends the compiling. Later ones would cost as much as a kernel.
+    first = [compiled]
 
     def run(*given: Tensor) -> Any:
         return (first.pop() if first else direct)([*given])

@@ -27,7 +27,8 @@ from slipstream.errors import SlipstreamError, check_not_misspelt, path_hint
 
 MANY_TOKENS = 2**20
 """Stands for the longest sequence of a model that has none: more than documents have."""
-_READ_BY_ALL = ("model_type", "torch_dtype", "attn_implementation", "auto_map")  # besides those that a config lists
+# Read by all classes, next to the settings that each one lists.
+_READ_BY_ALL = ("model_type", "torch_dtype", "attn_implementation", "auto_map")
 _CLASSES = ("AutoConfig", "AutoModelForCausalLM")
 
 
@@ -39,9 +40,11 @@ def load_config(path: str, compares_ends: bool = True) -> PretrainedConfig:
     """
     check_not_misspelt(f"no model at {path!r}", path)
     try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)  # None would ask on the terminal
+        # None instead of False would ask on the terminal.
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         return _tied_as_saved(Path(path), config) if compares_ends else config
-    except Exception as error:  # each architecture checks its settings in its own way
+    # Each architecture checks its settings in its own way, with exceptions of any type.
+    except Exception as error:
         raise _refusal(path, error) from error
 
 
@@ -117,7 +120,8 @@ def trust_remote_code(path: str) -> None:
         )
     config_class, model_class = (get_class_from_dynamic_module(reference, path) for reference in code)
     config_class.register_for_auto_class()
-    model_class.register_for_auto_class("AutoModelForCausalLM")  # so that an export has the code, too
+    # Registered code is written into exports.
+    model_class.register_for_auto_class("AutoModelForCausalLM")
     AutoConfig.register(settings["model_type"], config_class, exist_ok=True)
     AutoModelForCausalLM.register(config_class, model_class, exist_ok=True)
 
@@ -159,7 +163,8 @@ def config_from_settings(settings: Mapping[str, Any], name: str) -> PretrainedCo
     _check_keys(values, name)
     try:
         made = AutoConfig.for_model(**values)
-    except Exception as error:  # each architecture checks its settings in its own way
+    # Each architecture checks its settings in its own way, with exceptions of any type.
+    except Exception as error:
         if (kind := values["model_type"]) not in CONFIG_MAPPING:
             near = difflib.get_close_matches(str(kind), list(CONFIG_MAPPING), 3)
             hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "give one such as 'llama' or 'qwen3'."
@@ -244,7 +249,8 @@ def check_counted_positions(config: PretrainedConfig, input_ids: Tensor, first: 
 
     These are too many tokens, or padding before others.
     """
-    limit, length = config.max_position_embeddings - first, input_ids.shape[-1]
+    limit = config.max_position_embeddings - first
+    length = input_ids.shape[-1]
     if length > limit:
         raise SlipstreamError(
             f"the sequence has {length} tokens, but {config.model_type!r} has max_position_embeddings="

@@ -39,7 +39,8 @@ def keep_layers(
     if not is_last:
         for name in anatomy.after:
             _replace(model, name, PassThrough(model.get_submodule(name)))
-        model.all_tied_weights_keys = {}  # no head here that could share a weight
+        # Without a head here, no weight is tied.
+        model.all_tied_weights_keys = {}
     if not is_first:
         kept_embeddings = {embedding.rpartition(".")[0] for _, embedding in anatomy.tied if is_last}
         for name in _without_parts(model, anatomy.before):
@@ -164,7 +165,7 @@ class PassThrough(Placeholder):
         super().__init__(original)
         self.tuple_length = tuple_length
         if isinstance(getattr(original, "weight", None), Tensor):
-            self.weight = torch.empty(0)  # Mamba's models read its dtype
+            self.weight = torch.empty(0)  # a dtype for Mamba's models to read
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         output = self._instead_of(next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)))
@@ -181,7 +182,8 @@ class ZeroBranch(PassThrough):
     """
 
     def _instead_of(self, tensor: Tensor) -> Tensor:
-        return tensor.new_full((), -0.0).expand(tensor.shape)  # takes no memory
+        # An expanded scalar takes no memory.
+        return tensor.new_full((), -0.0).expand(tensor.shape)
 
 
 class EmptyEmbedding(nn.Module):
@@ -198,15 +200,18 @@ class EmptyEmbedding(nn.Module):
         # models read the device and dtype of their embedding's weight
         self.register_buffer("weight", torch.zeros((), dtype=dtype, device=device), persistent=False)
         self.weight: Tensor
-        self._first: Tensor | None = None  # the first output, until it has told
-        self._is_changed: bool | None = None  # whether the model changes its input; None: not known yet
+        self._first: Tensor | None = None  # the first output; dropped once it has told whether the model changes it
+        self._is_changed: bool | None = None  # True if the model changes its input; None: not known yet
 
     def forward(self, ids: Tensor | Sequence[int], *args: Any, **kwargs: Any) -> Tensor:
-        shape = ids.shape if isinstance(ids, Tensor) else ids  # BART's relatives give the shape (b, T) for positions
-        if isinstance(ids, Tensor) and ids.is_floating_point():  # of a projection: its output may be changed in place
+        # BART's relatives pass the shape (b, T) to their embedding of positions.
+        shape = ids.shape if isinstance(ids, Tensor) else ids
+        # Floating-point values come from a projection, and the model may change its output in place.
+        if isinstance(ids, Tensor) and ids.is_floating_point():
             return ids.new_zeros(*shape[:-1], self.embedding_dim)
         if self._first is not None:
-            self._is_changed, self._first = self._first._version > 0, None
+            self._is_changed = self._first._version > 0
+            self._first = None
         empty = self.weight.expand(*shape, self.embedding_dim)  # (b, T, hidden)
         if self._is_changed is False:
             return empty

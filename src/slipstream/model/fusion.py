@@ -98,7 +98,8 @@ def _fuse_module(module: nn.Module, kernels: dict[object, _Kernel]) -> bool:
     """Fuses the forward of a norm or of a module with an activation; returns whether anything is fused."""
     is_norm = "Norm" in type(module).__name__ and not any(module.children())
     if not runs_class_code(module) or any(has_own_code(child) for child in module.children() if _is_activation(child)):
-        return False  # a trace would show the class's code
+        # A trace would show the class's code and not what this instance runs.
+        return False
     if not (is_norm or any(map(_is_activation, module.children()))) or not _takes_one(module):
         return False
     graph = _trace(module)
@@ -134,13 +135,15 @@ def _trace(module: nn.Module) -> fx.Graph | None:
     That is where it depends on the input or the mode, is random, or changes something, and where matrices are
     multiplied: W and recomputation have to see that.
     """
-    was_training, codes = module.training, set()
+    was_training = module.training
+    codes = set()
     try:
         for training in (False, True):
             module.training = training
             graph = _Tracer().trace(module)
             codes.add(graph.python_code("self").src)
-    except Exception:  # a model's code may do anything with a proxy of a tensor
+    # A model's code may fail in any way on a proxy of a tensor.
+    except Exception:
         return None
     finally:
         module.training = was_training
@@ -162,7 +165,8 @@ def _fuse_regions(module: nn.Module, graph: fx.Graph, kernels: dict[object, _Ker
     other, before them. So everything that needs both gate and up comes after both.
     """
     levels = _levels(graph)
-    fused, num_kernels = fx.Graph(), 0
+    fused = fx.Graph()
+    num_kernels = 0
     copies = {node: fused.node_copy(node) for node in graph.nodes if node.op in ("placeholder", "get_attr")}
     for level in range(max(levels.values(), default=-1) + 1):
         here = [node for node, at in levels.items() if at == level]
@@ -215,7 +219,7 @@ def _shape(module: nn.Module, node: fx.Node) -> torch.Size | None:
 _Rotate = Callable[..., Any]  # queries, keys (B,H,T,D), cosines, sines (B or 1,T,d) -> both rotated
 _ARGUMENTS = ["q", "k", "cos", "sin"]
 _PLACE_OF_HEADS = "unsqueeze_dim"  # 1: (B,H,T,D); 2: (B,T,H,D)
-_WIDTH = 8  # of the heads on which a function is tried
+_WIDTH = 8  # width of the heads in trials
 
 
 def fuse_rotary_embeddings(module: nn.Module) -> bool:
@@ -296,7 +300,8 @@ def _agrees(function: _Rotate, rows: int, width: int) -> bool | None:
         rotated = function(q.transpose(1, 2), k.transpose(1, 2), *tables, **{_PLACE_OF_HEADS: 2})
         same = [_same(a, b.transpose(1, 2), c) for a, b, c in zip(expected, rotated, inputs[:2], strict=True)]
         unchanged = all(map(torch.equal, inputs, (q, k, *tables)))
-    except Exception:  # a model's function may do anything with other shapes
+    # A model's function may fail in any way on other shapes.
+    except Exception:
         return None
     return unchanged and all(same)
 

@@ -123,7 +123,8 @@ class _Past:
     """The contribution of the tokens before a slice; in place of the cache, it claims that there are none."""
 
     def __init__(self, attention: Any, initial: Tensor, cache: Cache) -> None:
-        self._attention, self._cache = attention, cache
+        self._attention = attention
+        self._cache = cache
         self._initial = initial  # (b, heads, d, d)
 
     def note_queries(self, _projection: nn.Module, _args: Any, projected: Tensor) -> None:
@@ -189,7 +190,7 @@ class SelectiveScan(StateAdapter):
     The last state is computed like this too, as the kernels for GPUs have no gradient of theirs.
     """
 
-    SCAN = "mamba_selective_scan"  # in the files of Mamba, Falcon-Mamba, Jamba and Zamba
+    SCAN = "mamba_selective_scan"  # the name in the files of Mamba, Falcon-Mamba, Jamba and Zamba
 
     def matches(self, module: nn.Module) -> bool:
         return hasattr(sys.modules[type(module).__module__], self.SCAN) and hasattr(module, "A_log")
@@ -247,7 +248,8 @@ def scan_from(
     output: Tensor = own(x, dt, A, B, C, z=z, return_last_state=False, **biases, **settings)
     biased = dt if delta_bias is None else dt + delta_bias.to(dt.dtype)[..., None]
     delta = (softplus(biased) if delta_softplus else biased).float()
-    after = delta.flip(-1).cumsum(-1).flip(-1) - delta  # from the end, where it counts, so that small sums are exact
+    # Summed from the end, where it matters most, so that small sums are exact.
+    after = delta.flip(-1).cumsum(-1).flip(-1) - delta
     last = torch.einsum("bdtn,bdt,bnt->bdn", _decay(A, after), delta * x.float(), B.float())
     if initial is None:
         return output, last
@@ -270,8 +272,9 @@ class TokenShift(StateAdapter):
     change in place. Here a block is given five of its own.
     """
 
-    ATTENTION = "rwkv_linear_attention"  # on a GPU its kernel has no gradient of the state
-    NUM_SHIFTS = 2  # the token before, as the feed-forward and as the attention saw it
+    # The kernel for GPUs has no gradient of the state.
+    ATTENTION = "rwkv_linear_attention"
+    NUM_SHIFTS = 2  # the token before, as seen by the feed-forward and by the attention
     NUM_STATES, EXPONENT = 5, 4  # further numerator, denominator and exponent of the attention's sums
     EMPTY_EXPONENT = -1e38
 
@@ -320,7 +323,8 @@ def _keep_scale(model: Any) -> None:
             f"the model has run in evaluation mode, for which it halves weights every {model.config.rescale_every} "
             "layers: load it again, or set rescale_every=0 in its configuration."
         )
-    model.layers_are_rescaled = None  # neither True nor False, which it compares with model.training
+    # RWKV compares this with model.training: None is equal to neither value, so it rescales every time.
+    model.layers_are_rescaled = None
 
 
 def _halve_in_evaluations(block: Any) -> None:
@@ -343,7 +347,8 @@ class _OwnState:
     """A block's own column of a state (b, width, layers): (b, width), or (b, 1, width) in place of a lone token."""
 
     def __init__(self, value: Tensor, is_token: bool) -> None:
-        self.value, self._is_token = value, is_token
+        self.value = value
+        self._is_token = is_token
 
     def __getitem__(self, layers: tuple[slice, slice, int]) -> Tensor:
         return self.value[:, None] if self._is_token else self.value

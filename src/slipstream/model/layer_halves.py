@@ -34,7 +34,8 @@ from slipstream.model.toy import (
     toy_tokens,
 )
 
-TOLERANCE = 1e-10  # the same products in the same order, so a larger difference is a mistake
+# Halves form the same products in the same order, so a larger difference is a mistake.
+TOLERANCE = 1e-10
 
 
 # By toy and anatomy: the parts, or why there are none.
@@ -56,7 +57,8 @@ def find_halves(config: PretrainedConfig, anatomy: ModelAnatomy) -> tuple[LayerP
                 raise _NotTwoHalvesError("layers: they take more than hidden states from the layers before")
             with torch.random.fork_rng(devices=[]), full_precision():
                 _found[key] = _find_halves(toy_model(config), anatomy, toy_tokens(config))
-        except Exception as error:  # the model's own code may raise any
+        # The model's own code may raise anything.
+        except Exception as error:
             why = f"layers: a toy of it can't be run ({type(error).__name__}: {error})"
             if isinstance(error, _NotTwoHalvesError):
                 why = str(error)
@@ -82,7 +84,8 @@ def why_layers_stay_whole(config: PretrainedConfig, anatomy: ModelAnatomy) -> st
 
 
 def _find_halves(model: PreTrainedModel, anatomy: ModelAnatomy, tokens: Tensor) -> tuple[LayerPart, ...]:
-    perturb_parameters(model)  # so that a missing part shows
+    # Parameters that begin as zero or one would hide a missing part.
+    perturb_parameters(model)
     known_parts: dict[tuple[str, str], LayerPart] = {}
     for index, run in enumerate(_record_layers(model, anatomy, tokens)):
         try:
@@ -121,7 +124,7 @@ class _LayerRun(NamedTuple):
     layer: nn.Module
     call: ModuleCall
     children: list[ModuleCall]
-    attending: str  # the child that attends; "" where none does
+    attending: str  # name of the child that attends; "": none
 
 
 def _record_layers(model: PreTrainedModel, anatomy: ModelAnatomy, tokens: Tensor) -> list[_LayerRun]:
@@ -191,7 +194,8 @@ def _difference(run: _LayerRun, parts: Sequence[LayerPart]) -> float:
     expected = _outputs_and_gradients(run, [run.layer], parts)
     try:
         results = _outputs_and_gradients(run, halves, parts)
-    except Exception:  # the model's own code, given placeholders that don't suit it
+    # The model's own code may raise anything, on placeholders that don't suit it.
+    except Exception:
         return inf
     if results.keys() != expected.keys():
         return inf

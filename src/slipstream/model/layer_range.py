@@ -30,7 +30,7 @@ class HalfLayer(NamedTuple):
     half: LayerHalf
 
 
-StagePart: TypeAlias = int | HalfLayer | ModelEnd  # a number is a whole layer
+StagePart: TypeAlias = int | HalfLayer | ModelEnd  # number of a whole layer, or a half, or an end
 
 
 @dataclass(frozen=True)

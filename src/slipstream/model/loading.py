@@ -28,7 +28,7 @@ _aten = torch.ops.aten
 _FACTORIES = {_aten.empty.memory_format} | {
     factory.default for factory in (_aten.zeros, _aten.ones, _aten.full, _aten.randn, _aten.rand)
 }
-_SMALL = 1024  # elements; tensors up to this size are always real
+_SMALL = 1024  # elements of the largest tensor that is always real
 
 
 class _Construction(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -42,8 +42,10 @@ class _Construction(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.created: list[Tensor] = []
         self.copied: list[tuple[int, int]] = []  # the storages of a copy's target, and of its source
-        self._on_meta, self._draws = on_meta, draws
-        self._scratch: dict[torch.dtype, Tensor] = {}  # one growing tensor: freed ones would leave holes in the heap
+        self._on_meta = on_meta
+        self._draws = draws
+        # One growing tensor per dtype, as freed ones would leave holes in the heap.
+        self._scratch: dict[torch.dtype, Tensor] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -136,7 +138,7 @@ def meta_model(config: PretrainedConfig, dtype: torch.dtype | None = None, **set
 
 
 class NewTokens(NamedTuple):
-    """Tokens that the model's own tokenizer hasn't. Their rows may lie in a matrix's padding, or be added to it."""
+    """Tokens missing from the model's own tokenizer. Their rows may lie in a matrix's padding, or be added to it."""
 
     ids: tuple[int, ...]
     num_known: int  # the rows of the model's own tokens, the first ones
@@ -204,7 +206,8 @@ def check_saved_model(folder: Path, config: PretrainedConfig, num_saved: int | N
     configuration of which no model can be made.
     """
     saved = _as_saved(config, str(folder), num_saved)
-    meta_model(saved)  # raises where the architecture can't be made at all
+    # An architecture that can't be made at all raises here.
+    meta_model(saved)
     return check_weight_files(folder, saved, _whole_class(config))
 
 

@@ -53,8 +53,9 @@ class _Copier:
     """Copies the contents of modules."""
 
     def __init__(self, memo: dict[int, Any], copy_tensor: Callable[[Tensor], Tensor] | None) -> None:
-        self.modules: list[nn.Module] = []  # that were copied
-        self._memo, self._copy_tensor = memo, copy_tensor or self._copied_tensor
+        self.modules: list[nn.Module] = []  # copied modules
+        self._memo = memo
+        self._copy_tensor = copy_tensor or self._copied_tensor
 
     def of(self, value: Any) -> Any:
         """Returns the copy of a value, always the same one."""
@@ -65,7 +66,8 @@ class _Copier:
         return self._memo[id(value)]
 
     def _copy(self, value: Any) -> None:
-        memo, place = self._memo, id(value)
+        memo = self._memo
+        place = id(value)
         kind: Any = type(value)
         if isinstance(value, nn.Module) and not hasattr(kind, "__deepcopy__"):
             self.modules.append(value)
@@ -84,14 +86,16 @@ class _Copier:
             self._copy_by_python(value)
 
     def _copy_by_python(self, value: Any) -> None:
-        if isinstance(value, nn.Module):  # whose class copies itself, as those of parametrized modules do
+        # Classes such as those of parametrized modules copy themselves.
+        if isinstance(value, nn.Module):
             self.modules += value.modules()
             for tensor in (*value.parameters(), *value.buffers()):
                 self.of(tensor)
         trial = dict(self._memo)
         try:
             trial[id(value)] = copy.deepcopy(value, trial)
-        except Exception:  # whatever its class raises
+        # A class may raise anything when copied.
+        except Exception:
             if isinstance(value, nn.Module):
                 raise
             trial = {id(value): value}
@@ -133,7 +137,8 @@ class _Binding:
 
     def __init__(self, moved: Mapping[int, nn.Module]) -> None:
         self._moved = moved
-        self._done: dict[int, tuple[Any, Any]] = {}  # by id: the original, which keeps the id taken, its replacement
+        # Id of the original -> the original, to keep its id taken, and its replacement.
+        self._done: dict[int, tuple[Any, Any]] = {}
 
     def of(self, value: Any) -> Any:
         """Returns the value with every module in it replaced, the value itself where there is none."""
@@ -143,7 +148,8 @@ class _Binding:
             return value
         if id(value) in self._done:
             return self._done[id(value)][1]
-        self._done[id(value)] = value, value  # a function may close over itself
+        # A function may close over itself, so it is entered first.
+        self._done[id(value)] = value, value
         bound = self._bound(value)
         self._done[id(value)] = value, bound
         return bound
@@ -186,7 +192,9 @@ class _Binding:
                 )
             names = GlobalNames(names, {name: new for name, new in bound[4].items() if new is not named[name]})
         made = FunctionType(function.__code__, names, function.__name__, bound[1], closure or None)
-        made.__kwdefaults__, made.__qualname__, made.__doc__ = bound[2], function.__qualname__, function.__doc__
+        made.__kwdefaults__ = bound[2]
+        made.__qualname__ = function.__qualname__
+        made.__doc__ = function.__doc__
         vars(made).update(bound[3])
         return made
 

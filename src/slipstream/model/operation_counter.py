@@ -62,15 +62,18 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, width: int = 0) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.tally, self._width = OperationTally(), width
+        self.tally = OperationTally()
+        self._width = width
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        packet, kwargs = func._overloadpacket, kwargs or {}
+        packet = func._overloadpacket
+        kwargs = kwargs or {}
         result = (_grouped_product if packet is _aten._grouped_mm else func)(*args, **kwargs)
         if func.is_view or packet in _NO_KERNELS:
             return result
         tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, Tensor)]
-        if packet in _GATHERS:  # reads as much as it writes, not its whole input
+        # A gather reads as much as it writes, and not its whole input.
+        if packet in _GATHERS:
             tensors = [result, result]
         if packet not in _FLOPS:
             self.add(tensors)

@@ -36,7 +36,8 @@ def has_own_code(module: nn.Module) -> bool:
 def global_values(function: FunctionType) -> dict[str, Any]:
     """Returns the values that a function, or one inside of it, may find by a global name, without functions of
     other files."""
-    names, home = dict[str, Any](), function.__code__.co_filename
+    names = dict[str, Any]()
+    home = function.__code__.co_filename
     for name in (name for code in codes_of(function) for name in code.co_names):
         with suppress(KeyError):
             names[name] = function.__globals__[name]

@@ -42,9 +42,9 @@ class PipelineStage(Protocol):
     is_first: bool
     is_last: bool
     has_loss: bool
-    has_skips: bool  # tensors that pass other stages by
+    has_skips: bool  # tensors that skip stages
     tied: list[TiedWeight]
-    vocabulary: HeadRows | None  # this rank's rows of a head that is spread
+    vocabulary: HeadRows | None  # this rank's rows of a spread head
     experts: SpreadExperts | None = None
 
     @property

@@ -19,7 +19,7 @@ from slipstream.number_format import NF4, BasePrecision
 
 # It warns on CPUs where a package for faster inference isn't installed, which training doesn't use.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-_BLOCK, _SCALES = 64, 256  # weights that share a scale, and scales that share one
+_BLOCK, _SCALES = 64, 256  # weights per scale, and scales per scale of scales
 _KIND = NF4.name
 """How the weights beneath an adapter are kept: as wide as the model computes, or in 4 bits."""
 
@@ -33,15 +33,17 @@ class QuantisedLinear(nn.Linear):
     """
 
     weight: nn.Parameter  # packed, (ceil(out in / 2), 1) uint8
-    scales: Tensor  # of blocks, in 8 bits
+    scales: Tensor  # scales of blocks, in 8 bits
     scale_of_scales: Tensor
-    scale_code: Tensor  # the values of the 8 bits, of unit size
-    offset: Tensor  # the mean of all scales
+    scale_code: Tensor  # the 256 values of an 8-bit scale, of unit size
+    offset: Tensor  # mean of all scales
 
     def __init__(self, linear: nn.Linear) -> None:
         """Quantises the weight of `linear`, which may be on the meta device, and takes its bias over."""
         nn.Module.__init__(self)
-        self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        self.bias = linear.bias
         self._wide = linear.weight.dtype
         weight = linear.weight.detach()
         packed, *scales = _empty(weight) if weight.is_meta else _quantised(weight)
@@ -52,7 +54,7 @@ class QuantisedLinear(nn.Linear):
 
     @property
     def num_weights(self) -> int:
-        """The weights that it has, packed or not."""
+        """The number of weights, packed or not."""
         return self.in_features * self.out_features
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:

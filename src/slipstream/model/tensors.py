@@ -33,8 +33,8 @@ class TensorSpec(NamedTuple):
 
     shape: torch.Size
     dtype: torch.dtype
-    needs_gradient: bool = True  # whether its gradient comes back
-    peer: int | None = None  # the other stage, for a skip between stages that aren't neighbours
+    needs_gradient: bool = True  # gradient sent back
+    peer: int | None = None  # the other stage of a skip; None: a neighbour
 
     @property
     def num_bytes(self) -> int:
@@ -46,7 +46,8 @@ def copied_from_messages(tensors: Tensors, messages: Tensors) -> Tensors:
 
     A message's buffer is released before such a tensor is.
     """
-    held, safe = storage_ids(messages), [*tensors]
+    held = storage_ids(messages)
+    safe = [*tensors]
     for place, tensor in enumerate(tensors):
         if storage_id(tensor) in held:
             safe[place] = _copy(tensor)

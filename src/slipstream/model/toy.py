@@ -105,7 +105,8 @@ class full_precision(float64_masks):  # noqa: N801  used as a context
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") == "__get__":  # an attribute is read, as in most calls
+        # An attribute is read, as in most calls.
+        if getattr(func, "__name__", "") == "__get__":
             return func(*args)
         kwargs = kwargs or {}
         first = args[0] if args else None
@@ -135,7 +136,7 @@ def relative_errors(
     return {n: float((found[n] - tensor).abs().max() / max(largest[n], least)) for n, tensor in expected.items()}
 
 
-TOY_LENGTH = 48  # tokens; every threshold of the architecture is brought below it
+TOY_LENGTH = 48  # tokens; all thresholds of the toy's architecture are lower
 
 
 def toy_config(config: PretrainedConfig, shrinks_numbers: bool = True) -> PretrainedConfig:
@@ -158,12 +159,14 @@ def toy_config(config: PretrainedConfig, shrinks_numbers: bool = True) -> Pretra
     for name in ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"):
         if getattr(toy, name, None) is not None:
             setattr(toy, name, 0)
-    if getattr(toy, "rescale_every", 0):  # RWKV's: it would halve the toy's own weights, before stages take them
+    # RWKV would halve the toy's weights before stages take them.
+    if getattr(toy, "rescale_every", 0):
         toy.rescale_every = 0
     if overrides:
         toy.per_layer_config = overrides
     toy.use_cache = whole.use_cache = False
-    if getattr(toy, "output_router_logits", False):  # for a loss that isn't run, and fails without a layer's experts
+    # The loss of routers isn't run, and it fails if a layer has no experts.
+    if getattr(toy, "output_router_logits", False):
         toy.output_router_logits = False
     return whole
 
@@ -181,7 +184,8 @@ def toy_model(config: PretrainedConfig) -> PreTrainedModel:
 def shapes_model(config: PretrainedConfig) -> PreTrainedModel:
     """Returns the whole model on the meta device, which takes no memory and computes shapes alone."""
     with torch.device("meta"):
-        model = reference_model(config, experts="batched_mm")  # the products of which depend on no number
+        # The products of "batched_mm" have the same shapes whatever the routing.
+        model = reference_model(config, experts="batched_mm")
     keep_frequencies(model)
     return model
 
@@ -197,10 +201,12 @@ def reference_model(
     with torch.random.fork_rng(devices=[]), quiet_transformers():
         torch.manual_seed(0)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            copy.deepcopy(config),  # from_config writes the dtype into it
-            dtype=torch.float64,  # of the parameters; rope's tables stay float32, and routers that are made so
+            copy.deepcopy(config),  # a copy, as from_config writes the dtype into it
+            # The dtype of parameters only: rope's tables, and some routers, stay float32.
+            dtype=torch.float64,
             attn_implementation=attention,
-            experts_implementation=experts,  # grouped matrix products don't support float64
+            # Grouped matrix products don't support float64.
+            experts_implementation=experts,
         )
     widen_parameters(model)
     return model.eval()
@@ -217,7 +223,8 @@ def perturb_parameters(model: nn.Module) -> None:
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator)  # in float32: five times as fast
+            # Drawing in float32 is five times as fast.
+            noise = torch.randn(parameter.shape, generator=generator)
             parameter.add_(noise, alpha=0.1)
 
 
@@ -266,7 +273,8 @@ def toy_failure(config: PretrainedConfig, error: Exception) -> str:
     """Returns the reason why `error` was raised, as the end of a sentence about the model."""
     if isinstance(error, ImportError):
         return f"transformers needs a package for it that isn't installed here: {' '.join(str(error).split())}"
-    failure = error if "NoneType" in str(error) else _own_failure(config)  # a toy has no None that the model hasn't
+    # A failure on a None is the model's own, as the toy has no None that the model hasn't.
+    failure = error if "NoneType" in str(error) else _own_failure(config)
     if failure is not None:
         return f"transformers' own code fails with this configuration ({_text(failure)}){_unset(config)}"
     return f"a small copy of it, made to see how it runs, fails in transformers' code ({_text(error)})"
@@ -301,7 +309,8 @@ class WatchedToy:
     """
 
     def __init__(self, model: PreTrainedModel, tokens: Tensor) -> None:
-        self.model, self._tokens = model, tokens
+        self.model = model
+        self._tokens = tokens
         modules = dict(model.named_modules(remove_duplicate=False))
         with torch.no_grad(), full_precision(), recorded_attention() as attended, recorded_calls(modules) as calls:
             model(input_ids=tokens, use_cache=False)
@@ -311,7 +320,8 @@ class WatchedToy:
         layers = {f"{self.layers}.{name}" for name, _ in model.get_submodule(self.layers).named_children()}
         self.layer_calls: list[ModuleCall] = []
         self._outer_calls: dict[str, list[ModuleCall]] = {name: [] for name in self.outside}
-        self._places: dict[str, set[int]] = {name: set() for name in self.outside}  # after how many layers it ran
+        # Numbers of layers that had run before each call.
+        self._places: dict[str, set[int]] = {name: set() for name in self.outside}
         for call in calls:
             if call.name in layers:
                 self.layer_calls.append(call)
@@ -328,17 +338,18 @@ class WatchedToy:
         return self._places[name] == {len(self.every_layer)}
 
     def runs_before(self, name: str) -> bool:
-        """Returns whether it ran before the first layer alone, or not at all."""
+        """Returns whether the module ran only before the first layer, or not at all."""
         return self._places[name] <= {0}
 
     def takes_other_tensors(self, name: str) -> bool:
-        """Returns whether it took several tensors that the last layer didn't give."""
+        """Returns whether the module took several tensors that don't come from the last layer."""
         call = self._outer_calls[name][-1]
         taken = _tensors((call.args, call.kwargs))
         return len(taken) > 1 and not storage_ids(taken) <= storage_ids(_tensors(self.layer_calls[-1].output))
 
     def gives_layers_constants(self, name: str) -> bool:
-        """Returns whether all its parameters are frozen, and layers took its outputs besides hidden states."""
+        """Returns whether all of the module's parameters are frozen, and layers took its outputs in addition to hidden
+        states."""
         module = self.outside[name]
         if not has_parameters(module) or any(parameter.requires_grad for parameter in module.parameters()):
             return False
@@ -361,7 +372,8 @@ class WatchedToy:
         try:
             with torch.no_grad(), full_precision():
                 self.model(input_ids=self._tokens, past_key_values=cache, use_cache=True)
-        except Exception:  # the model's own code, which may have another cache or none
+        # The model's own code may have another cache, or none.
+        except Exception:
             return False
         return not cache.updated <= through_interface
 

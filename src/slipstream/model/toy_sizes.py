@@ -18,20 +18,23 @@ from typing import Any, NamedTuple
 from transformers import PretrainedConfig
 
 _NUM_HEADS = 2
-_MOST_HEADS = {"codegen": 4}  # its code divides them into four groups
-_FEATURES = (  # of feed-forwards, of low ranks, of embeddings for each layer, and of convolutions over sounds
+# CodeGen's code divides the heads into four groups.
+_MOST_HEADS = {"codegen": 4}
+_FEATURES = (  # features of feed-forwards, low ranks, per-layer embeddings and convolutions over sounds
     *("intermediate_size", "ffn_dim", "n_inner", "moe_intermediate_size", "shared_expert_intermediate_size"),
     *("intermediate_size_mlp", "decoder_ffn_dim", "encoder_ffn_dim", "dff", "ffn_hidden_size"),
     *("expert_ffn_hidden_size", "shared_intermediate_size", "feed_forward_size"),
     *("q_lora_rank", "kv_lora_rank", "o_lora_rank", "laurel_rank", "hidden_size_per_layer_input"),
     *("nemo_conv_channels", "ext_pw_out_channel", "depthwise_separable_out_channel"),
 )
-_RECURRENT_HEAD_SIZES = ("linear_head_dim", "linear_key_head_dim", "linear_value_head_dim")  # without rotary embedding
-_INDEX_HEADS = ("index_n_heads",)  # several, as keys of equal scores are selected by their places
+# Sizes of heads without rotary embedding.
+_RECURRENT_HEAD_SIZES = ("linear_head_dim", "linear_key_head_dim", "linear_value_head_dim")
+# Several heads, as keys of equal scores are selected by their places.
+_INDEX_HEADS = ("index_n_heads",)
 _VOCABULARIES = ("vocab_size", "decoder_vocab_size", "shape_vocab_size", "pronunciation_vocab_size")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "zero_expert_num")
 _INNER = 32  # features inside a feed-forward
-_MOST = {  # sizes that change no code path: largest toy value -> names
+_MOST = {  # largest toy value -> names of sizes that change no code path
     128: (*_VOCABULARIES, "vocab_size_per_layer_input", "encoder_hash_byte_group_vocab"),
     _INNER: (*_FEATURES, "position_bias_num_buckets"),
     4: ("decoder_layers", "encoder_layers", *_EXPERTS),
@@ -40,16 +43,19 @@ _MOST = {  # sizes that change no code path: largest toy value -> names
     1: ("n_group", "topk_group"),
 }
 _HEADLESS_WIDTH = 64
-_WIDE_HEAD = 128  # features of the width; a toy of two such heads would take seconds
-_POSITIONS = re.compile(r"position|rope|rotary|alibi|seq_len|ctx")  # words of fields of models that count tokens
+# A toy with two heads of more features than this would take seconds.
+_WIDE_HEAD = 128
+_POSITIONS = re.compile(r"position|rope|rotary|alibi|seq_len|ctx")  # words in names of fields that count tokens
 _HEAD_COUNTS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
 _KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "kv_n_heads")
-_WINDOW_HEADS = ("swa_num_attention_heads", "swa_num_key_value_heads")  # of layers with a window
+_WINDOW_HEADS = ("swa_num_attention_heads", "swa_num_key_value_heads")  # heads of layers with a window
 _RECURRENT_HEADS = ("linear_num_key_heads", "linear_num_value_heads", "linear_num_heads")
 LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "num_decoder_layers", "decoder_layers")
 WIDTHS = ("hidden_size", "n_embd", "d_model")
-_LINKED = ("attention_hidden_size", "embedding_dim", "lru_width")  # that are the model's width or a multiple of it
-_EMBEDDING_WIDTHS = ("embedding_size", "word_embed_proj_dim")  # of tokens, projected where it isn't the model's width
+# Sizes equal to the model's width or a multiple of it.
+_LINKED = ("attention_hidden_size", "embedding_dim", "lru_width")
+# Width of embeddings, projected if other than the model's.
+_EMBEDDING_WIDTHS = ("embedding_size", "word_embed_proj_dim")
 _WIDTH_PARTS = "axial_pos_embds_dim"  # sizes that add up to the width
 _STATE_SPACE_HEADS = {  # their number -> their size
     "mamba_n_heads": "mamba_d_head",
@@ -106,10 +112,12 @@ def _shrink_heads(toy: PretrainedConfig, overrides: dict[int, dict[str, Any]]) -
     if heads is None:  # such as a recurrent model
         _set_width(toy, width, _HEADLESS_WIDTH)
         return
-    before, after = getattr(toy, heads), _MOST_HEADS.get(toy.model_type, _NUM_HEADS)
+    before = getattr(toy, heads)
+    after = _MOST_HEADS.get(toy.model_type, _NUM_HEADS)
     keys = first_of(toy, _KEY_VALUE_HEADS)
     as_many = [name for name in _INDEX_HEADS if keys and getattr(toy, name, None) == getattr(toy, keys)]
-    names = (heads, *_KEY_VALUE_HEADS, *_WINDOW_HEADS, *as_many)  # MiniMax M3's indexer has a head for each of keys
+    # MiniMax M3's indexer has as many heads as there are key-value heads.
+    names = (heads, *_KEY_VALUE_HEADS, *_WINDOW_HEADS, *as_many)
     for fields in (toy, *overrides.values(), *layer_parts(toy)):
         for name in names:
             _change(fields, name, lambda size: max(1, after * size // before))
@@ -118,7 +126,8 @@ def _shrink_heads(toy: PretrainedConfig, overrides: dict[int, dict[str, Any]]) -
     fewest = min((getattr(toy, name) for name in recurrent), default=1)
     for name in recurrent:
         setattr(toy, name, max(1, getattr(toy, name) * min(_NUM_HEADS, fewest) // fewest))
-    if getattr(toy, "n_inner", 0) is None:  # it would be four times the width
+    # Without n_inner, feed-forwards would be four times the width.
+    if getattr(toy, "n_inner", 0) is None:
         toy.n_inner = _INNER
 
 
@@ -155,7 +164,8 @@ def _shrink_state_spaces(toy: PretrainedConfig) -> None:
 
     Where the heads have a width of their own, it becomes the model's.
     """
-    expand, width = first_of(toy, ("mamba_expand", "expand")), first_of(toy, WIDTHS)
+    expand = first_of(toy, ("mamba_expand", "expand"))
+    width = first_of(toy, WIDTHS)
     heads = first_of(toy, tuple(_STATE_SPACE_HEADS))
     size = None if heads is None else first_of(toy, (_STATE_SPACE_HEADS[heads],))
     if expand is None or width is None or heads is None or size is None:
@@ -174,10 +184,11 @@ def _shrink_state_spaces(toy: PretrainedConfig) -> None:
 
 _NUM_LAYERS = 4
 _MOST_LAYERS = 12
-_COUNTED_AGAIN = ("num_blocks",)  # a second name of the number of layers, where it is the same number
+_COUNTED_AGAIN = ("num_blocks",)  # further names of the number of layers
 _PER_LAYER_LISTS = ("layer_types", "no_rope_layers", "mlp_layer_types")
 _FIRST_OF_KIND = re.compile(r"first_k_dense_replace|num_dense_layers|layer_offset|start_index")
-_REUSING = "num_kv_shared_layers"  # at the end, which use the keys and values of the last ones of their kind before
+# The last layers reuse keys and values of the last earlier layer of their kind.
+_REUSING = "num_kv_shared_layers"
 
 
 def take_layer_overrides(config: PretrainedConfig) -> dict[int, dict[str, Any]]:
@@ -194,7 +205,8 @@ def shrink_layers(toy: PretrainedConfig, overrides: dict[int, dict[str, Any]]) -
 
     Returns the `overrides`, values of single layers by the layer's number, of those that are kept.
     """
-    fields = vars(toy).keys() | toy.attribute_map.keys()  # some others are computed
+    # Some other attributes are computed, and can't be set.
+    fields = vars(toy).keys() | toy.attribute_map.keys()
     name = first_of(toy, tuple(name for name in LAYER_COUNTS if name in fields))
     if name is None:
         return overrides
@@ -255,29 +267,30 @@ def _are_indices(values: list[Any], num_layers: int) -> bool:
     return all(0 <= value < num_layers for value in values) and all(a < b for a, b in pairwise(values))
 
 
-_SIZES = re.compile(  # words of numbers that have nothing to do with how long a sequence is
+_SIZES = re.compile(  # words in names of numbers unrelated to the length of a sequence
     r"vocab|hidden|intermediate|inner|ffn|ff$|dim|width|rank|head|layer|expert|group|ids?$|theta|factor|emb|d_model"
     r"|kernel|conv|state|channel|eps$|ratio|mult|cap$|softcap|limit|bins|codebook|seed|iter|coef|clip|moe"
     r"|num_heads|ssm|scalar|crop|sampling|filters|input_size|proj_size|buckets|forward_size|ngram|feature|base$|parts|beta|encoder|image|audio|vision|mask_|rescale|inference"
 )
 _LENGTHS = re.compile(r"max_.*(position|length|len$)|n_positions|n_ctx|context_length")  # the longest sequence allowed
-_TOKENS = {  # the largest value in a toy <- words of numbers that count tokens
-    20: re.compile(r"max_distance"),  # of T5 and its relatives: above half of their 32 buckets
+_TOKENS = {  # largest value in a toy -> words in names of numbers that count tokens
+    # T5's relatives have 32 buckets of distances, and the value has to be above half of that.
+    20: re.compile(r"max_distance"),
     3: re.compile(r"top_?k"),
     4: re.compile(r"block(?!s$)|compress"),
     7: re.compile(r"window|local_att|distance|extent|len(gth)?$|span|stride"),
     16: re.compile(r"chunk|floor|scale"),
 }
-_UNKNOWN = 16  # the value in a toy of a number that is neither
+_UNKNOWN = 16  # value in a toy for a number with none of these words
 
 
 class TokenNumber(NamedTuple):
     """A number of a configuration that counts tokens, or may."""
 
-    path: tuple[str, ...]  # the field's name, after those of the dictionaries and configurations that it is in
-    value: float  # the smallest one, of a list
-    most: int  # its largest value in a toy
-    is_known: bool  # whether its name says so
+    path: tuple[str, ...]  # names of the dictionaries and configurations around the field, then its own
+    value: float  # the number, or the smallest one of a list
+    most: int  # largest value in a toy
+    is_known: bool  # a name that says so
 
 
 def token_numbers(config: PretrainedConfig | dict[str, Any], length: int) -> list[TokenNumber]:
@@ -344,7 +357,7 @@ def shrink_other_parts(whole: PretrainedConfig, text: PretrainedConfig, text_wid
     done = [text, *layer_parts(text)]
     parts = [part for part in _parts(whole) if not any(part is finished for finished in done)]
     small = {text_width: width_of(text)}
-    by_part: dict[int, dict[int | None, int | None]] = {}  # by id: the width before -> the one after
+    by_part: dict[int, dict[int | None, int | None]] = {}  # by id of the part: old width -> new width
     for part in parts:
         overrides = take_layer_overrides(part)
         before = width_of(part)

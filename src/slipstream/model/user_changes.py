@@ -41,7 +41,7 @@ class Change:
 
     module: str
     what: str
-    replaces: bool = False  # whether the module is another, not the same with something attached to it
+    replaces: bool = False  # a different module, not the same one with something attached
 
     def __str__(self) -> str:
         return f"{self.module or 'the model'} {self.what}"
@@ -49,7 +49,7 @@ class Change:
 
 @dataclass(frozen=True)
 class GivenModel:
-    """How a model differs from its configuration's.
+    """The differences of a model from its configuration's.
 
     Args:
         config: describes the model as it is: with its number of layers, and head and embedding tied or not.
@@ -119,7 +119,8 @@ def compare_with_config(model: PreTrainedModel, adapter: Adapter | None = None) 
 def _described(model: PreTrainedModel, reference: PreTrainedModel) -> PretrainedConfig:
     """Returns a configuration that describes the model's number of layers, and whether its head is tied: its own where
     that does, of which the reference is."""
-    config, text = model.config, model.config.get_text_config()
+    config = model.config
+    text = model.config.get_text_config()
     count: int | None = getattr(text, _GROWS, None)
     changed: dict[str, Any] = {}
     for name, layers in _lists(reference).items():

@@ -47,7 +47,7 @@ class RowSoftmax(NamedTuple):
     statistics: Tensor
     mean: Tensor | None = None
     target: Tensor | None = None
-    probabilities: Tensor | None = None  # (b, T, rows), which stay on this rank
+    probabilities: Tensor | None = None  # (b, T, rows), for this rank's rows only
 
 
 class RowLosses(NamedTuple):
@@ -80,9 +80,13 @@ class HeadRows(nn.Module):
         padding_idx: int | None,
     ) -> None:
         super().__init__()
-        self.weight, self.bias, self.padding_idx = weight, bias, padding_idx
-        self.held, self.num_ids = held, num_ids
-        self._first_id, self._rows = ids.start, slice(ids.start - held.start, ids.stop - held.start)
+        self.weight = weight
+        self.bias = bias
+        self.padding_idx = padding_idx
+        self.held = held
+        self.num_ids = num_ids
+        self._first_id = ids.start
+        self._rows = slice(ids.start - held.start, ids.stop - held.start)
 
     @classmethod
     def of_stages(
@@ -94,8 +98,10 @@ class HeadRows(nn.Module):
         def rows(whole: Tensor) -> nn.Parameter:
             return nn.Parameter(whole.detach()[held.start : held.stop].clone(), requires_grad=whole.requires_grad)
 
-        biased: Tensor | None = head.bias  # torch says that there is one always
-        weight, bias = rows(head.weight), None if biased is None else rows(biased)
+        # torch's annotations say that there always is a bias.
+        biased: Tensor | None = head.bias
+        weight = rows(head.weight)
+        bias = None if biased is None else rows(biased)
         padding_idx = getattr(embedding, "padding_idx", None)
         return {stage: cls(weight, bias, held, part, head.out_features, padding_idx) for stage, part in ids.items()}
 
@@ -206,7 +212,8 @@ class SpreadEmbedding(EmptyEmbedding):
         if is_first and type(original) is not nn.Embedding:
             del original.weight
             original.register_buffer("weight", self.weight, persistent=False)
-            original.padding_idx = None  # an id; of the embeddings, none is padding
+            # padding_idx is a token id, and the embeddings that come here aren't looked up by id.
+            original.padding_idx = None
             self.own = original
         if rows is not None:
             del self.weight
@@ -249,7 +256,8 @@ def separate_head(model: PreTrainedModel, anatomy: ModelAnatomy, is_first: bool,
     tied = []
     for head_name, name in anatomy.tied:
         if name not in parameters:
-            continue  # neither the embedding nor the head is on this stage
+            # Neither the embedding nor the head is on this stage.
+            continue
         accumulators = [parameters[name]] if is_first else []
         if is_last:
             head = nn.Parameter(parameters[name].detach(), requires_grad=parameters[name].requires_grad)
@@ -277,7 +285,8 @@ class HeadNames(NamedTuple):
 def find_spreadable_head(config: PretrainedConfig, anatomy: ModelAnatomy) -> HeadNames:
     """Returns the names of head and tied embedding. Raises SlipstreamError, saying why, where they can't be spread."""
     model: Any = toy_model(config)
-    head, tokens = model.get_output_embeddings(), toy_tokens(config)
+    head = model.get_output_embeddings()
+    tokens = toy_tokens(config)
     name = next((name for name in anatomy.after if model.get_submodule(name) is head), None)
     if type(head) is not nn.Linear or name is None:
         kind = type(head).__name__

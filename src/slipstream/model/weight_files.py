@@ -38,7 +38,8 @@ def check_weight_files(folder: Path, config: PretrainedConfig, kind: Any) -> str
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )
-    except RuntimeError as error:  # weights that can't be joined
+    # Weights that can't be joined raise this.
+    except RuntimeError as error:
         raise SlipstreamError(
             f"the weights in {folder} aren't those of its config.json: {_odd_shape(state) or error}. {_REMEDY}"
         ) from error

@@ -30,9 +30,9 @@ from slipstream.autograd_calls import differentiable_once, direct_apply
 from slipstream.model.own_code import runs_class_code
 from slipstream.model.tensors import NARROW
 
-WeightGradient = partial[None]  # whose arguments are the weight and the factors
+WeightGradient = partial[None]  # a call with the weight and the factors as arguments
 _deferred: list[WeightGradient] | None = None
-_leaves_all = False  # to autograd
+_leaves_all = False  # True while all weight gradients are left to autograd
 
 
 @contextmanager
@@ -191,7 +191,8 @@ def factors_of(work: Iterable[WeightGradient]) -> list[Tensor]:
 def add_product(weight: nn.Parameter, left: Tensor, right: Tensor, rows: slice | int | None = None) -> None:
     """Adds left^T right to weight.grad[rows], None being all of them, in one pass unless a GPU multiplies in a narrower
     dtype than it adds."""
-    if torch.is_grad_enabled():  # not in a backward, where entering no_grad would cost as much as the rest
+    # Without gradients, as in a backward, entering no_grad would cost as much as the rest.
+    if torch.is_grad_enabled():
         with torch.no_grad():
             add_product(weight, left, right, rows)
         return
@@ -227,7 +228,8 @@ def add_rows(weight: nn.Parameter, ids: Tensor, rows: Tensor) -> None:
     """Adds rows to weight.grad[ids]; ids may repeat."""
     gradient = gradient_of(weight)
     rows = rows.to(gradient.dtype)
-    if rows.is_cuda:  # where index_add_ adds in another order every time
+    # index_add_ adds in a different order every time on a GPU.
+    if rows.is_cuda:
         gradient.index_put_((ids,), rows, accumulate=True)
     else:
         gradient.index_add_(0, ids, rows)
@@ -240,7 +242,8 @@ _grouped_mm = getattr(moe, _PRODUCT)
 def add_expert_gradients_in_place(model: nn.Module) -> None:
     """Gives the experts of `model` the products below, where they are multiplied by "grouped_mm"."""
     for _, module in uncompiled_modules(model):
-        if hasattr(module, "_apply_gate"):  # as those that transformers' decorator made experts
+        # Only modules that transformers' decorator made experts have this.
+        if hasattr(module, "_apply_gate"):
             module.forward = partial(_forward, module.forward)
 
 
@@ -251,7 +254,8 @@ def _forward(original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tens
 
 def _expert_product(x: Tensor, weight: Tensor, offs: Tensor) -> Any:
     """Returns the rows of x (S, in), which end for each expert at `offs`, times its matrix: (S, out)."""
-    parameter: Any = weight if weight._base is None else weight._base  # (experts, out, in) is given transposed
+    # A weight (experts, out, in) is passed transposed, as a view of the parameter.
+    parameter: Any = weight if weight._base is None else weight._base
     is_whole = isinstance(parameter, nn.Parameter) and parameter.shape in (weight.shape, weight.mT.shape)
     if not is_whole or _is_autograds(x, parameter, 2):
         return _rows_times(x.to(weight.dtype), weight, offs)
@@ -283,7 +287,7 @@ def _rows_times(rows: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
     if rows.dtype != torch.float64 or rows.is_meta:
         return _grouped_mm(rows, weight, offs)  # type: ignore[no-any-return]
     parts = [rows[a:b] @ weight[expert] for expert, (a, b) in enumerate(_groups(offs)) if b > a]
-    beyond = rows.new_zeros(len(rows) - int(offs[-1]), weight.shape[-1])  # of no expert here
+    beyond = rows.new_zeros(len(rows) - int(offs[-1]), weight.shape[-1])  # rows of other ranks' experts
     return torch.cat([*parts, beyond])
 
 
@@ -295,7 +299,8 @@ def _add_products(weight: nn.Parameter, left: Tensor, right: Tensor, offs: Tenso
         for expert, (a, b) in enumerate(_groups(offs)):
             if b > a:
                 add_product(weight, left[a:b], right[a:b], expert)
-    else:  # a GPU would wait for the groups' sizes
+    # A loop over groups would wait for their sizes on a GPU.
+    else:
         gradient.add_(functional.grouped_mm(left.t(), right, offs=offs))
 
 

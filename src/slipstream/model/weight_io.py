@@ -51,7 +51,8 @@ def write_model(
     try:
         with quiet_transformers():
             model.save_pretrained(folder, state_dict=written)
-    except SafetensorError as error:  # what it makes of the disk's errors
+    # safetensors raises this for errors of the disk.
+    except SafetensorError as error:
         raise OSError(str(error)) from error
     if generation is not None:
         write_generation(folder, generation)
@@ -77,7 +78,8 @@ def write_generation(folder: str | Path, generation: GenerationConfig) -> None:
 def copy_beside(source: Path, folder: Path, left_out: Callable[[str], bool] | None = None) -> None:
     """Copies the files beside a model's weights, such as its tokenizer, chat template, licence and code, from the
     `source`, if that is a folder. Nothing in `folder` is replaced. `left_out` says which names to leave out."""
-    if not source.is_dir():  # but a name on the hub
+    # The source may also be a name on the hub.
+    if not source.is_dir():
         return
     folder.mkdir(parents=True, exist_ok=True)
     for file in sorted(source.iterdir()):
@@ -100,7 +102,8 @@ def check_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 def state_misfits(model: nn.Module, state: Mapping[str, Tensor]) -> str:
     """Returns which of the model's weights a state lacks, has in addition or in another shape; "" where it has each,
     of tied ones one name at least."""
-    expected, present = model.state_dict(), set(state)
+    expected = model.state_dict()
+    present = set(state)
     lacking = [tied[0] for tied in tied_names(model) if present.isdisjoint(tied)]
     unknown = [name for name in state if name not in expected]
     other = [name for name in state if name in expected and state[name].shape != expected[name].shape]

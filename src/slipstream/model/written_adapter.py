@@ -36,7 +36,8 @@ def write_adapter(folder: str | Path, config: PretrainedConfig, adapter: Adapter
         model.save_pretrained(folder, selected_adapters=[adapter.name], **ends)
         place = Path(folder) if adapter.name == "default" else Path(folder, adapter.name)
         _check_file(place / "adapter_model.safetensors", on_host)
-    except SafetensorError as error:  # what it makes of the disk's errors
+    # safetensors raises this for errors of the disk.
+    except SafetensorError as error:
         raise OSError(str(error)) from error
 
 

@@ -31,7 +31,8 @@ from slipstream.model.hooks.masks import MaskFunction, NotCausalError
 from slipstream.model.hooks.token_slice import TokenSlice, current_slice
 
 NAME = "slipstream"
-POSITION_BIAS = "position_bias"  # which a model adds to scores by itself, for all pairs of queries and keys
+# Argument for a bias that a model adds to the scores of all pairs of queries and keys by itself.
+POSITION_BIAS = "position_bias"
 
 
 def sliced_mask(*args: Any, mask_function: MaskFunction, **kwargs: Any) -> KeyRanges | NotCausalError:
@@ -52,7 +53,7 @@ def sliced_attention(
     dropout: float = 0.0,
     softcap: float | None = None,
     s_aux: Tensor | None = None,  # attention sinks, one logit a head
-    indices: Tensor | None = None,  # (b, T, k) the keys that an indexer selected
+    indices: Tensor | None = None,  # (b, T, k), the keys selected by an indexer
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Returns the attention of one slice to itself and all slices before, (b, T, heads, d), as transformers expects."""
@@ -64,7 +65,8 @@ def sliced_attention(
     if kwargs.get(POSITION_BIAS) is not None:
         raise SlipstreamError(f"{type(module).__name__} adds a bias of its own to scores, which slices don't have")
     context = current_slice()
-    call, scale = context.next_call(module), query.shape[-1] ** -0.5 if scaling is None else scaling
+    call = context.next_call(module)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     random = (dropout, context.attention_seed(), current_draws()) if dropout else ()
     site = AttentionSite(context.store, call, attention_mask, scale, softcap, *random)
     if context.exchange is not None:
@@ -79,7 +81,8 @@ def use_attention(model: PreTrainedModel, name: str, layers: Iterable[nn.Module]
     configuration of their own."""
     model.set_attn_implementation(name)
     if model.config._attn_implementation != name:
-        return  # it attends by code of its own
+        # The model attends by code of its own.
+        return
     for module in (module for layer in layers for module in layer.modules()):
         config = vars(module).get("config")
         if isinstance(config, PretrainedConfig) and config._attn_implementation != name:
@@ -90,7 +93,7 @@ AttentionInterface.register(NAME, sliced_attention)
 AttentionMaskInterface.register(NAME, sliced_mask)
 
 
-_WITHOUT_TENSORS = ("flash", "flex")  # names of attention whose masks aren't tensors of queries and keys
+_WITHOUT_TENSORS = ("flash", "flex")  # names of attention with masks other than tensors of queries and keys
 
 
 def check_own_attention(config: PretrainedConfig) -> None:
@@ -133,7 +136,8 @@ def _masks_of_documents(name: str, tokens: TokenSlice) -> Iterator[None]:
         kwargs |= {"mask_function": and_masks(mask_function, is_in_document), "allow_is_causal_skip": False}
         return build(*args, **kwargs)
 
-    ALL_MASK_ATTENTION_FUNCTIONS[name] = build_with_documents  # in this process, beside the function of that name
+    # The function is registered in this process only, next to transformers' own of that name.
+    ALL_MASK_ATTENTION_FUNCTIONS[name] = build_with_documents
     try:
         yield
     finally:
@@ -158,7 +162,7 @@ def _alibi(
     """
     if tokens.document_start is None:
         return build(attention_mask, num_heads, dtype)
-    alone = build(torch.ones_like(attention_mask), num_heads, dtype)  # (b * heads, 1, end)
+    alone = build(torch.ones_like(attention_mask), num_heads, dtype)  # (b * heads, 1, end), the bias without documents
     positions = _positions_in_documents(tokens).repeat_interleave(num_heads, dim=0)
     return alone.gather(2, positions[:, None])
 
@@ -175,7 +179,7 @@ def _alibi_from_the_end(
     return bias[..., first : first + tokens.end] if first >= 0 else bias
 
 
-_BIASES: dict[str, Callable[..., Tensor]] = {  # by the name in models' files: the functions that build their biases
+_BIASES: dict[str, Callable[..., Tensor]] = {  # function's name in models' files -> our builder of its biases
     "build_alibi_tensor": _alibi,
     "build_mpt_alibi_tensor": _alibi_from_the_end,
 }

@@ -1,4 +1,4 @@
-"""Finds the tensors that layers take besides hidden states, and hands them over where a cut between stages parts them.
+"""Finds the tensors that layers take in addition to hidden states, and passes them on between stages.
 
 Some models compute an input of every layer before the first one (per-layer embeddings), and some layers take keys and
 values from layers far before. Wherever such a tensor is computed on one stage and read on a later one, it is sent along
@@ -66,19 +66,19 @@ def _keyword(kwargs: dict[str, Any]) -> str:
 TRAIN_WHOLE = "Give it to a trainer that keeps models whole, such as transformers' Trainer with replicas."
 """What to do with a model that can't be cut into stages."""
 
-_RUNS = ((3, 7), (2, 1 << 14))  # rows and tokens of runs that tell which dims of a tensor these are
+_RUNS = ((3, 7), (2, 1 << 14))  # (rows, tokens) of two runs, whose sizes tell these dims of a tensor from others
 
 
 class TensorForm(NamedTuple):
     """The shape of a tensor for any number of rows and tokens."""
 
-    sizes: tuple[int, ...]  # those of rows and tokens don't count
+    sizes: tuple[int, ...]  # size of each dim; placeholders for rows and tokens
     row_dim: int
     token_dim: int
-    key_dim: int | None = None  # of at most that many of the sequence's tokens
+    key_dim: int | None = None  # dim of the sequence's tokens, or of at most that many
 
     def shape(self, rows: int, tokens: int, length: int) -> torch.Size:
-        """Returns the shape for so many tokens of so many sequences of `length` tokens."""
+        """Returns the shape for some tokens of some sequences, of `length` tokens each."""
         sizes = list(self.sizes)
         sizes[self.row_dim], sizes[self.token_dim] = rows, tokens
         if self.key_dim is not None:
@@ -87,25 +87,25 @@ class TensorForm(NamedTuple):
 
 
 class LayerInput(NamedTuple):
-    """Where a layer takes a tensor from: an argument, or an entry of one that is a mapping, which layers share."""
+    """The place from which a layer takes a tensor: an argument, or an entry of a mapping that layers share."""
 
     layer: int
-    argument: int | str  # by position or by keyword
-    key: Any = None  # of the mapping
-    item: int = 0  # of the tuple that is the mapping's value
+    argument: int | str  # position or keyword
+    key: Any = None  # key in the mapping; None: the argument itself
+    item: int = 0  # index in the tuple that is the mapping's value
 
 
 @dataclass(frozen=True)
 class CrossingTensor:
-    """A tensor that layers take besides hidden states: one with a gradient, or numbers that a layer returned."""
+    """A tensor that layers take in addition to hidden states: with a gradient, or numbers that a layer returned."""
 
-    form: TensorForm | None  # None: not of some tokens of some rows
+    form: TensorForm | None  # None: no tensor of some tokens of some rows
     made: int  # the layer that computes it; -1: a module before the layers
-    inputs: tuple[LayerInput, ...]  # in the order of the layers
-    dtype: torch.dtype | None = None  # of numbers without a gradient; None: that of the hidden states
+    inputs: tuple[LayerInput, ...]  # inputs in the order of the layers
+    dtype: torch.dtype | None = None  # dtype of numbers without a gradient; None: the hidden states' dtype
 
     def crosses(self, layer: int) -> bool:
-        """Returns whether it is computed before this layer, and read by it or a later one."""
+        """Returns whether the tensor is computed before this layer and read by this or a later one."""
         return self.made < layer <= self.inputs[-1].layer
 
     @property
@@ -139,18 +139,21 @@ def find_layer_tensors(model: nn.Module, layers: Sequence[nn.Module]) -> LayerTe
         ids = torch.zeros(*sizes, dtype=torch.int64, device="meta")
         # without a mask transformers would look for packed documents in positions, which have no values
         ones = torch.ones(*sizes, dtype=torch.int64)
-        is_enough = bool(runs) and not runs[0].taken  # where nothing crosses, the first layer tells
+        # If nothing crosses in the first run, the first layer alone tells the hidden states' form in the second.
+        is_enough = bool(runs) and not runs[0].taken
         runs.append(_Record(model, layers, ids, is_enough, position_ids=ids, attention_mask=ones))
     hidden = _form([run.hidden for run in runs])
     if hidden is None:
-        (rows, tokens), shape = _RUNS[0], tuple(runs[0].hidden)
+        (rows, tokens) = _RUNS[0]
+        shape = tuple(runs[0].hidden)
         raise SlipstreamError(
             f"{type(model).__name__} can't be cut into stages: its layers take hidden states of the shape {shape} for "
             f"{rows} x {tokens} tokens, which aren't one of each token. {TRAIN_WHOLE}"
         )
     crossing = []
     for same_tensor in zip(*(run.taken.values() for run in runs), strict=True):
-        tensor, first = same_tensor[0].tensor, same_tensor[0]
+        tensor = same_tensor[0].tensor
+        first = same_tensor[0]
         dtype = None if tensor.requires_grad else tensor.dtype
         form = _form([taken.tensor.shape for taken in same_tensor])
         crossing.append(CrossingTensor(form, first.made(layers), tuple(first.inputs), dtype))
@@ -159,7 +162,7 @@ def find_layer_tensors(model: nn.Module, layers: Sequence[nn.Module]) -> LayerTe
 
 class _Taken(NamedTuple):
     tensor: Tensor
-    returned: int | None  # the layer that returned it; None: none did
+    returned: int | None  # the layer that returned it; None: none of them
     inputs: list[LayerInput]
 
     def made(self, layers: Sequence[nn.Module]) -> int:
@@ -181,7 +184,7 @@ class _Record:
         self, model: nn.Module, layers: Sequence[nn.Module], ids: Tensor, first_only: bool = False, **given: Tensor
     ) -> None:
         self.hidden = torch.Size()
-        self.taken: dict[int, _Taken] = {}  # by identity, of tensors that live until the end
+        self.taken: dict[int, _Taken] = {}  # tensors that live until the end, by id
         self._returned: dict[int, tuple[int, Tensor]] = {}
         self._first_only = first_only
         with torch.enable_grad(), ExitStack() as hooks, suppress(_FirstLayerError):
@@ -247,7 +250,7 @@ def _form(shapes: Sequence[Sequence[int]]) -> TensorForm | None:
 
 
 class CrossingTensors:
-    """The tensors that come to a stage with the hidden states, and those that leave it with them.
+    """The tensors that enter and leave a stage together with the hidden states.
 
     Received tensors that are read later, too, go on as they came. One that the stage computes is taken where a later
     layer would read it, in whose place the stage has a placeholder.
@@ -285,7 +288,7 @@ def _put(number: int, place: LayerInput, _layer: nn.Module, args: tuple[Any, ...
     if place.key is None:
         return with_argument(args, kwargs, place.argument, tensor)
     mapping = argument(args, kwargs, place.argument)
-    others = mapping.get(place.key, ())  # of the tuple that is there
+    others = mapping.get(place.key, ())  # the rest of the tuple
     mapping[place.key] = (*others[: place.item], tensor, *others[place.item + 1 :])
     return args, kwargs
 

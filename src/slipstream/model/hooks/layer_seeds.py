@@ -26,7 +26,10 @@ class LayerSeeds:
     """
 
     def __init__(self, model: nn.Module, draws: bool, num_layers: int, shared: TensorParallelLayers | None) -> None:
-        self._model, self._draws, self._num_layers, self._shared = model, draws, num_layers, shared
+        self._model = model
+        self._draws = draws
+        self._num_layers = num_layers
+        self._shared = shared
 
     @property
     def are_used(self) -> bool:
@@ -41,7 +44,8 @@ class LayerSeeds:
         """Installs the exchange between ranks that share layers: dropout differs from where they begin to compute
         different things, to where they compute the same."""
         if self._shared is not None:
-            enter, leave = partial(self._seed_part, "own", self._shared.rank), partial(self._seed_part, "shared")
+            enter = partial(self._seed_part, "own", self._shared.rank)
+            leave = partial(self._seed_part, "shared")
             self._shared.install(self._model, enter, leave, is_first)
 
     def watch(self, layer: nn.Module, index: int, middle: nn.Module | None) -> None:

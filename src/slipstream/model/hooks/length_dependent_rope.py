@@ -56,7 +56,7 @@ def _length_dependent(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _with_largest_position(module: nn.Module) -> Any:
-    forward = module.forward  # the instance's own where it has one
+    forward = module.forward  # the instance's own forward, if it has one
     signature = inspect.signature(forward)
     first: list[_State] = []  # the module's before its first forward
 
@@ -68,7 +68,8 @@ def _with_largest_position(module: nn.Module) -> Any:
 
     @wraps(forward)
     def extended(*args: Any, **kwargs: Any) -> Any:
-        call, tokens = signature.bind(*args, **kwargs), current_slice().token_slice
+        call = signature.bind(*args, **kwargs)
+        tokens = current_slice().token_slice
         position_ids = call.arguments["position_ids"]  # (..., b, T)
         if not first:
             first.append(_state(module))

@@ -69,7 +69,8 @@ class SliceMask(KeyRanges):
 
     def __init__(self, first_key: Tensor, start: int, length: int, device: torch.device) -> None:
         super().__init__(first_key, start)
-        self._length, self._device = length, device
+        self._length = length
+        self._device = device
 
     def __getitem__(self, index: Any) -> SliceMask | Tensor:
         """Returns itself for all queries, and for [:, 0] whether a query sees a key of the sequence.
@@ -102,7 +103,8 @@ class MaskTables:
         if isinstance(table, NotCausalError):
             return table
         if document_start is not None:
-            begins, query = document_start.cpu(), torch.arange(start, end)
+            begins = document_start.cpu()
+            query = torch.arange(start, end)
             within = begins + table[query - begins] if _COUNTS_WITHIN_DOCUMENTS else begins.maximum(table[query])
             return SliceMask(within, start, length, self._device)
         place = mask, start, end, length
@@ -128,11 +130,13 @@ _BUILDER = "blockwise_overlay"
 @contextmanager
 def masks_of_text() -> Iterator[None]:
     """Lets no two tokens be of one image, for one forward; raises RuntimeError in it where a token is of one."""
-    if not hasattr(masking_utils, _BUILDER):  # of an older transformers
+    # An older transformers has no such function.
+    if not hasattr(masking_utils, _BUILDER):
         yield
         return
     original = getattr(masking_utils, _BUILDER)
-    setattr(masking_utils, _BUILDER, _of_text)  # unittest's patch takes ten times as long, for every slice
+    # unittest.mock.patch takes ten times as long, and this runs for every slice.
+    setattr(masking_utils, _BUILDER, _of_text)
     try:
         yield
     finally:

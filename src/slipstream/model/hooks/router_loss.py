@@ -28,7 +28,7 @@ from slipstream.model.hooks.token_slice import SliceContext, current_slice
 
 _RECORDED = "router_logits"  # transformers' name of the outputs of routers
 _FUNCTION = "load_balancing_loss_func"
-_TRIED = 7  # tokens, of which transformers' function is compared with the formula
+_TRIED = 7  # tokens for comparing transformers' function with the formula
 
 
 class RouterSums(NamedTuple):
@@ -40,7 +40,7 @@ class RouterSums(NamedTuple):
 class _Router(NamedTuple):
     name: str
     module: nn.Module
-    place: int  # of the logits in the module's output
+    place: int  # index of the logits in the module's output
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class RouterLoss:
 
     @classmethod
     def of(cls, model: PreTrainedModel, setting: str) -> RouterLoss:
-        """Returns it for a whole model, which may be on the meta device.
+        """Returns the loss of a whole model, which may be on the meta device.
 
         Raises SlipstreamError for a model that has no such loss, or another one than the formula above.
         """

@@ -44,9 +44,9 @@ from slipstream.errors import SlipstreamError
 from slipstream.model.hooks.crossing_tensors import hidden_states
 from slipstream.model.hooks.token_slice import SliceContext, TokenSlice, current_slice
 
-CACHE_NAMES = ("past_key_values", "cache_params", "state")  # how models and their parts call the argument
+CACHE_NAMES = ("past_key_values", "cache_params", "state")  # models' names for the cache's argument
 _INDEXER = "an indexer's keys, which select blocks that a query sees (sparse attention)"
-_STATES = {  # an attribute of a layer's part of the cache -> the state that it carries from token to token
+_STATES = {  # attribute of a layer's part of the cache -> its state, carried from token to token
     "conv_states": "the window of a convolution",
     "recurrent_states": "a recurrent state",
     "update_index": _INDEXER,
@@ -65,7 +65,7 @@ class CachedAttention(NamedTuple):
     """The owner of keys and values in the cache: one of a layer's attentions."""
 
     layer: int
-    number: int  # in one forward
+    number: int  # number of the call within one forward
 
 
 class CarriedState(NamedTuple):
@@ -94,7 +94,8 @@ class SliceCache(Cache):  # type: ignore[misc]
     is_dummy: tuple[bool, ...] = ()
 
     def __init__(self, context: SliceContext) -> None:
-        self._context = context  # without super().__init__(), which makes a list of layers
+        # super().__init__() isn't called, as it makes a list of layers.
+        self._context = context
         self.start = context.token_slice.first
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -160,7 +161,7 @@ class SliceCache(Cache):  # type: ignore[misc]
         return self.get_recurrent_state(layer_idx)
 
     def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
-        """Keeps it after the slice."""
+        """Keeps the state of linear attention after the slice."""
         self.update_recurrent_state(linear_cache, layer_idx)
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
@@ -255,7 +256,7 @@ def _by_document(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _joined(outputs: Sequence[Any], lengths: Sequence[int]) -> Any:
-    """Returns a module's outputs for parts of so many tokens, each tensor of tokens for all of them.
+    """Returns a module's outputs for several parts joined into one, along the tokens of each tensor.
 
     It returns hidden states, or queries, keys and values in a tuple; values that aren't of tokens stay as after the
     last part.
@@ -323,7 +324,7 @@ def _scan_one_token(
     layers: Mapping[int, nn.Module],
     state: Tensor,  # (b, heads, d, n)
     hidden_states: Tensor,  # (b, heads, d)
-    dt: Tensor,  # (b, heads, d), equal along d, as are A, D and dt_bias along all but heads
+    dt: Tensor,  # (b, heads, d), equal along d; A, D and dt_bias are equal along all but heads
     A: Tensor,  # (heads, d, n)
     B: Tensor,  # (b, groups, n)
     C: Tensor,  # (b, groups, n)

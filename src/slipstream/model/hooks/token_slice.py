@@ -30,18 +30,20 @@ class TokenSlice:
 
     input_ids: Tensor  # (b, T)
     position_ids: Tensor  # (b, T), restarting with every document
-    document_start: Tensor | None  # (b, end - start) where each token's document begins; None: one a sequence
+    # (b, end - start), the first token of each token's document; None: one document per sequence.
+    document_start: Tensor | None
     start: int
     length: int
-    max_position: int  # that the unsplit model would see in the batch, which rope of type dynamic and longrope reads
-    lone_sequences: tuple[tuple[int, int], ...] = ()  # tokens here, and largest position, of each that is as if alone
+    # The largest position of the unsplit model's batch. Rope of the types dynamic and longrope reads it.
+    max_position: int
+    lone_sequences: tuple[tuple[int, int], ...] = ()  # (tokens here, largest position), per lone sequence
     microbatch: int = 0
     index: int = 0
     seed: int = 0  # the step's seed
-    loss_share: float = 0.0  # of the step's scaled loss, the microbatch's: layers' additions to it count as much
-    parts: TokenParts = ()  # [begin, end) within the slice of each rank's tokens; none: all are here
-    part: int = 0  # this rank's number among them
-    is_padding: bool = False  # of a replica that has no tokens where others have some
+    loss_share: float = 0.0  # the microbatch's share of the step's scaled loss, applied to losses that layers add
+    parts: TokenParts = ()  # [begin, end) of each rank's tokens within the slice; empty: all tokens here
+    part: int = 0  # this rank's index in `parts`
+    is_padding: bool = False  # True on a replica without tokens where others have some
 
     @property
     def end(self) -> int:
@@ -54,7 +56,7 @@ class TokenSlice:
 
     @property
     def num_own(self) -> int:
-        """How many of the slice's tokens are this rank's; 0 where it computes one for nothing."""
+        """The number of this rank's tokens in the slice; 0 where it computes one only to keep in step."""
         begin, end = self.parts[self.part] if self.parts else (0, self.input_ids.shape[1])
         return 0 if self.is_padding else end - begin
 
@@ -76,23 +78,23 @@ class SliceContext:
     store: ContextStore
     tables: MaskTables
     hidden: Tensor | None = None  # (b, T, hidden), from the stage before
-    reads_prefixes: bool = False  # whether layers attend by their own code, to keys and values from the cache
-    records_masks: bool = False  # true in the first forward of a stage, which learns its model's masks
-    carries_states: bool = False  # from slice to slice or between documents: the model is given a cache
-    has_lone_tokens: bool = False  # whether a layer that carries a state computes some token alone
-    received: Sequence[Tensor] = ()  # from the stage before, besides the hidden states
-    taken: dict[int, Tensor] = field(default_factory=dict)  # the tensors that the stage sends, by index; computed here
-    tensor_rank: int = 0  # among the ranks that share this stage's layers, each with different heads
-    exchange: TokenExchange | None = None  # with the ranks that have other tokens of the slice
-    layer: int = -1  # the layer that runs, counted over the whole model
+    reads_prefixes: bool = False  # True for layers whose own code reads keys and values from the cache
+    records_masks: bool = False  # True in a stage's first forward, which records its model's masks
+    carries_states: bool = False  # states carried between slices or documents, so that the model needs a cache
+    has_lone_tokens: bool = False  # some token computed alone by a layer with a state
+    received: Sequence[Tensor] = ()  # tensors from the stage before, in addition to the hidden states
+    taken: dict[int, Tensor] = field(default_factory=dict)  # tensors computed here for later stages, by index
+    tensor_rank: int = 0  # rank among those that share this stage's layers, each with different heads
+    exchange: TokenExchange | None = None  # exchange with ranks that have other tokens of the slice
+    layer: int = -1  # number of the running layer in the whole model
     calls_in_layer: int = 0
     parts_of_layer: int = 0  # how often its tensor ranks began or ceased to compute different things
     num_masks: int = 0
     calls: Counter[Hashable] = field(default_factory=Counter)
-    states: dict[Hashable, Tensor] = field(default_factory=dict)  # read or changed by the slice's layers, as they are
+    states: dict[Hashable, Tensor] = field(default_factory=dict)  # states read or changed by the slice's layers
     changed_states: set[Hashable] = field(default_factory=set)
     router_sums: dict[Hashable, Tensor] = field(default_factory=dict)  # over the tokens so far, by router
-    fresh_rows: Tensor | None = None  # (b,) whose states are reset, as a document begins; None: nobody's
+    fresh_rows: Tensor | None = None  # (b,), rows with states to reset at the beginning of a document; None: no row
     output: Tensor | None = None  # the last owned layer's
 
     def next_call(self, caller: _Caller) -> tuple[_Caller, int]:
@@ -103,7 +105,7 @@ class SliceContext:
 
     @cached_property
     def prefix_ranges(self) -> KeyRanges:
-        """The keys that each query may see: those of its document up to itself."""
+        """The keys visible to each query: its document's, up to itself."""
         tokens = self.token_slice
         if tokens.document_start is None:
             return KeyRanges.causal(tokens.start, tokens.end)
@@ -111,7 +113,9 @@ class SliceContext:
 
     def enter_layer(self, layer: int) -> None:
         """Starts the next layer."""
-        self.layer, self.calls_in_layer, self.parts_of_layer = layer, 0, 0
+        self.layer = layer
+        self.calls_in_layer = 0
+        self.parts_of_layer = 0
 
     def entered_layer(self) -> SliceContext:
         """Returns the slice as the layer that runs found it, without tensors of other layers: to run it again."""
@@ -177,7 +181,7 @@ class SliceContext:
 class RunningForward(Protocol):
     """A stage's forward while it runs."""
 
-    layer: int  # the layer that runs, counted over the whole model
+    layer: int  # number of the running layer in the whole model
 
 
 _current: ContextVar[RunningForward | None] = ContextVar("slipstream_slice", default=None)
@@ -215,7 +219,8 @@ def active_forward(context: RunningForward) -> Iterator[RunningForward]:
         _current.reset(token)
 
 
-_note: Callable[[str, object], None] | None = None  # no context variable: a backward may run in a thread of its own
+# Not a context variable, as a backward may run in a thread of its own.
+_note: Callable[[str, object], None] | None = None
 
 
 @contextmanager
@@ -229,7 +234,8 @@ def noting_outputs(note: Callable[[str, object], None] | None) -> Iterator[None]
         _note = before
 
 
-_is_alone = False  # no context variable either: a recomputation in a backward has to see it
+# Not a context variable either, as a recomputation in a backward has to see it.
+_is_alone = False
 
 
 @contextmanager

@@ -43,12 +43,15 @@ from slipstream.model.self_check.toy_runs import TOLERANCE, TokenCuts, run_slice
 from slipstream.model.toy import full_precision, relative_errors
 from slipstream.model.user_changes import Change, GivenModel
 
-_SECONDS = 10.0  # for everything that is tried, of this thread: others may keep the machine busy
+# Seconds of this thread for all trials. Other threads may keep the machine busy.
+_SECONDS = 10.0
 _TOKENS = 12
-_CUTS = TokenCuts((0, 3, 8, 9, _TOKENS), (0, _TOKENS))  # one slice has a single token
-_ROW, _PLACES = 0, (5, 9)  # of the tokens that are changed
-_WORDS = 64  # of the vocabulary that are kept, as embedding and head may be larger than a layer
-_NARROW_TOLERANCE = 1e-2  # in float32: far above rounding, far below the effect of a token's place in a slice
+# The cuts include a slice with a single token.
+_CUTS = TokenCuts((0, 3, 8, 9, _TOKENS), (0, _TOKENS))
+_ROW, _PLACES = 0, (5, 9)  # indices of the changed tokens
+# Embedding and head may be larger than a layer, so trials keep only this part of the vocabulary.
+_WORDS = 64
+_NARROW_TOLERANCE = 1e-2  # float32: far above rounding, far below the effect of a token's place in a slice
 _DIFFERS = "which draws random numbers or keeps a state, so that a second call gives another result"
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -121,7 +124,10 @@ class _Trial:
         self, model: PreTrainedModel, anatomy: ModelAnatomy, given: GivenModel, packs: bool, most_in_float64: int
     ) -> None:
         self._most_in_float64 = most_in_float64
-        self._model, self._anatomy, self._packs, self._given = model, anatomy, packs, given
+        self._model = model
+        self._anatomy = anatomy
+        self._packs = packs
+        self._given = given
         self._layers = anatomy.layers_of(model)
         self._changes = {
             index: within
@@ -139,7 +145,8 @@ class _Trial:
     def run(self) -> TrialResult:
         """Tries all that differ together, then one layer of each kind."""
         passing = self._passing()
-        if passing.layers:  # then no layer can be tried by itself
+        # No layer can be tried by itself.
+        if passing.layers:
             return replace(passing, tokens=passing.layers, rows=passing.layers)
         kinds: dict[object, int] = {}
         for index in self._changes:
@@ -200,7 +207,8 @@ class _Trial:
             return TrialResult(keeps, keeps)
         # 2. Two other tokens, one by a little and one by a lot, at the layer's input and at those of its changed parts,
         #    where no norm takes a factor away; and another word, where the changed parts are outside of the layers.
-        row, places = _ROW, list(_PLACES)
+        row = _ROW
+        places = list(_PLACES)
         mixes_tokens = f"{blamed}, which mixes tokens of a sequence"
         mixes_sequences = f"{blamed}, which mixes the sequences of a batch"
         mixes_rows = TrialResult(mixes_sequences, mixes_sequences)
@@ -337,7 +345,8 @@ class _TokenRun:
     """Runs a stage with one layer on tokens of which each is a document of its own."""
 
     def __init__(self, stage: CausalLMStage, index: int, tokens: Tensor, parts: Sequence[nn.Module]) -> None:
-        self._stage, self._tokens = stage, tokens
+        self._stage = stage
+        self._tokens = tokens
         layer = stage.layers[index]
         self._hidden: Tensor | None = None  # the layer's input; None: the one in the model
         self._scales_parts = False
@@ -346,7 +355,8 @@ class _TokenRun:
         self._output = torch.empty(0)
         layer.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
         layer.register_forward_hook(self._leave)
-        self.shape, self.dtype = stage.hidden(self._slice(tokens)).shape, stage.hidden_dtype
+        self.shape = stage.hidden(self._slice(tokens)).shape
+        self.dtype = stage.hidden_dtype
         stage.find_carriers()
 
     @torch.no_grad()

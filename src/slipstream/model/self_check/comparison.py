@@ -48,14 +48,14 @@ from slipstream.model.toy import (
 from slipstream.model.toy_sizes import TokenNumber, shrink_number, token_numbers
 
 _WHOLE = (0, TOY_LENGTH)
-_SLICINGS = (  # unequal slices; the first ends below every threshold of the toy
+_SLICINGS = (  # unequal slices, the first one shorter than every threshold of the toy
     TokenCuts((0, 5, 20, 41, TOY_LENGTH), _WHOLE),
-    TokenCuts((0, 17, 18, 37), (0, 37)),  # one token alone, which generation treats differently
+    # A single token in one slice, a case of its own in models' code for generation.
+    TokenCuts((0, 17, 18, 37), (0, 37)),
 )
-_DOCUMENTS = TokenCuts(
-    (0, 5, 20, 41, TOY_LENGTH), (0, TOY_LENGTH // 2, TOY_LENGTH)
-)  # the third slice has tokens of two
-_LONGEST = 1024  # tokens; a sequence that may be compared where a number can't be made smaller
+_DOCUMENTS = TokenCuts((0, 5, 20, 41, TOY_LENGTH), (0, TOY_LENGTH // 2, TOY_LENGTH))  # two documents in the third slice
+# Sequences up to this length may be compared where a number that counts tokens can't be made smaller.
+_LONGEST = 1024
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,9 @@ class SelfCheck:
     output_error: float
     gradient_error: float
     seconds: float
-    longest_packed: float  # the longest sequence of several documents, in tokens, in which each is as if it were alone
-    paths: tuple[frozenset[str], ...] = ()  # by layer of the toy: kinds of attention and of carried states; empty: none
+    longest_packed: float  # tokens of the longest exact sequence of several documents; each document is as if alone
+    # Per layer of the toy: kinds of attention and of carried states; empty: none.
+    paths: tuple[frozenset[str], ...] = ()
     refusal: str = ""
     """Why slices and packed documents are refused, where whole sequences are exact in stages."""
 
@@ -180,13 +181,15 @@ class _ToyPair:
     """A toy and the stages that it is cut into, over the same weights."""
 
     def __init__(self, toy: PretrainedConfig, anatomy: ModelAnatomy) -> None:
-        self.toy, self.anatomy = toy, anatomy_of_size(anatomy, toy)
+        self.toy = toy
+        self.anatomy = anatomy_of_size(anatomy, toy)
         # code of its own may compute something else under another name: Falcon adds its position biases twice if eager
         self.model = reference_model(toy, attention=None if anatomy.attends_itself else "eager")
-        perturb_parameters(self.model)  # so that parameters that begin as zero or one count
+        # Parameters that begin as zero or one would hide mistakes.
+        perturb_parameters(self.model)
         self.num_layers = len(anatomy.layers_of(self.model))
         self._stages = cut_in_two(self.model, self.anatomy)
-        self.paths: tuple[frozenset[str], ...] = ()  # of the last comparison
+        self.paths: tuple[frozenset[str], ...] = ()  # paths of the last comparison
 
     def compare(self, cuts: TokenCuts) -> tuple[float, float]:
         """Returns the largest relative errors of outputs and gradients; raises SlipstreamError for one too large."""
@@ -266,7 +269,7 @@ def _largest_error(difference: str, errors: Mapping[str, float]) -> float:
     return max(errors.values())
 
 
-_LAST = 8  # tokens that are exchanged
+_LAST = 8  # last tokens, exchanged between sequences
 
 
 def check_causal(config: PretrainedConfig) -> None:
@@ -300,10 +303,10 @@ def _difference(config: PretrainedConfig) -> float:
 class LabelLoss(Enum):
     """The kind of transformers' mean loss, as far as a toy shows."""
 
-    NEXT = "the label of the next token"  # as slipstream computes it
-    SAME = "the label at the same place"  # labels that the caller has shifted: BART, Marian, Whisper
+    NEXT = "the label of the next token"  # slipstream's own loss
+    SAME = "the label at the same place"  # labels shifted by the caller, as for BART, Marian and Whisper
     OTHER = "something else"
-    NONE = "nothing"  # it takes no labels, or fails with them
+    NONE = "nothing"  # no labels taken, or a failure with them
 
 
 def find_label_loss(config: PretrainedConfig) -> LabelLoss:

@@ -51,8 +51,8 @@ _Slices = dict[str, list[Tensor]]
 class TokenCuts:
     """Where a toy's sequences are cut: into slices, and before that into documents, alike in every row."""
 
-    slices: tuple[int, ...]  # the first token of each, and the length
-    documents: tuple[int, ...]  # likewise
+    slices: tuple[int, ...]  # first token of each slice, and the length
+    documents: tuple[int, ...]  # first token of each document, and the length
 
     @property
     def length(self) -> int:
@@ -62,7 +62,7 @@ class TokenCuts:
         """Returns the slices of (b, length) tokens, with the documents that they hold."""
         position = torch.arange(self.length)
         starts = torch.tensor(self.documents[:-1])
-        begins = starts[torch.searchsorted(starts, position, right=True) - 1]  # where each token's document begins
+        begins = starts[torch.searchsorted(starts, position, right=True) - 1]  # first token of each token's document
         document_start = begins.expand(len(tokens), -1) if len(starts) > 1 else None
         longest = max(b - a for a, b in pairwise(self.documents))
         positions = (position - begins).expand(len(tokens), -1)
@@ -86,7 +86,7 @@ class ToyRun:
 
     outputs: dict[str, Tensor]
     gradients: dict[str, Tensor]
-    paths: tuple[frozenset[str], ...] = ()  # by layer of a sliced run: how it sees the tokens before a slice
+    paths: tuple[frozenset[str], ...] = ()  # per layer of a sliced run: how a slice's tokens see those before it
 
 
 def run_whole(model: PreTrainedModel, anatomy: ModelAnatomy, tokens: Tensor, cuts: TokenCuts) -> ToyRun:
@@ -138,13 +138,14 @@ def run_sliced(stages: list[CausalLMStage], anatomy: ModelAnatomy, tokens: Tenso
     """Runs the stages on every slice: forwards, then backwards in reverse order."""
     stores = [ContextStore(cuts.length) for _ in stages]
     outputs: _Slices = defaultdict(list)
-    runs: list[list[tuple[Tensors, Tensors]]] = []  # of each slice, the tensors that each stage received and sent
+    runs: list[list[tuple[Tensors, Tensors]]] = []  # per slice: the tensors that each stage received and sent
     for stage in stages:
         stage.model.zero_grad()
         for tied in stage.tied:
             tied.parameter.grad = None
         if len(cuts.documents) > 2:
-            stage.find_carriers()  # before anything is recorded
+            # Carriers are found before any run is recorded.
+            stage.find_carriers()
     for piece in cuts.token_slices(tokens):
         sent: Tensors = ()
         ends: list[tuple[Tensors, Tensors]] = []
@@ -188,7 +189,8 @@ def _recording(layers: list[nn.Module], owned: range, outputs: _Slices) -> Itera
 
 
 def _joined(outputs: _Slices, anatomy: ModelAnatomy) -> dict[str, Tensor]:
-    token_dim = 1 if anatomy.hidden is None else anatomy.hidden.token_dim  # of (b, T, n), or streams of these
+    # Dim of the tokens in (b, T, n), or in streams of these.
+    token_dim = 1 if anatomy.hidden is None else anatomy.hidden.token_dim
     dims = {"logits": 1}
     return {place: torch.cat(slices, dim=dims.get(place, token_dim)) for place, slices in outputs.items()}
 
@@ -226,7 +228,8 @@ def _stage_gradients(stages: list[CausalLMStage]) -> dict[str, Tensor]:
     return gradients
 
 
-TOLERANCE = 1e-5  # sums that a model forms in float32 differ by up to 1e-6, a mistake by 1e-4 or more
+# Sums that a model forms in float32 differ by up to 1e-6, a mistake by 1e-4 or more.
+TOLERANCE = 1e-5
 _SLICES = TokenCuts((0, 5, 12), (0, 12))
 _carries_nothing: set[Hashable] = set()
 
@@ -243,7 +246,8 @@ def check_carried_state(config: PretrainedConfig, anatomy: ModelAnatomy | None =
     try:
         with torch.no_grad(), full_precision():
             model = toy_model(config)
-            perturb_parameters(model)  # so that states count
+            # Parameters that begin as zero would hide states.
+            perturb_parameters(model)
             sized = anatomy_of_size(anatomy, model.config)
             if not _ToyInSlices(model, sized, toy_tokens(config, _SLICES.length)).carries_states():
                 _carries_nothing.add(key)
@@ -269,17 +273,23 @@ class _ToyInSlices:
         with recorded_attention() as attending:
             self._whole = whole_outputs(model, anatomy, tokens)
         self._attending = set(attending)
-        self._model, self._anatomy, self._tokens = model, anatomy, tokens
+        self._model = model
+        self._anatomy = anatomy
+        self._tokens = tokens
 
     def carries_states(self) -> bool:
         """Returns whether layers carry states between slices. Raises SlipstreamError where slices can't be exact."""
         for place, output in self._whole.items():
-            if _SLICES.length not in output.shape[:-1]:  # residual streams may be another dimension
+            # Residual streams may be a further dimension.
+            if _SLICES.length not in output.shape[:-1]:
                 shape_text = f"{place} has the shape {tuple(output.shape)} for {_SLICES.length} tokens"
                 raise SlipstreamError(f"{shape_text}, so it can't be cut between tokens")
-        store, outputs, failed = ContextStore(_SLICES.length), {}, None
+        store = ContextStore(_SLICES.length)
+        outputs = {}
+        failed = None
         try:
-            owned, model = LayerRange(0, len(self._layers)), copy_with_shared_weights(self._model)
+            owned = LayerRange(0, len(self._layers))
+            model = copy_with_shared_weights(self._model)
             stage = CausalLMStage(model, self._anatomy, owned, torch.device("cpu"))
             outputs = sliced_outputs(stage, self._anatomy, _SLICES.token_slices(self._tokens), store)
         except SlipstreamError:
