@@ -1,4 +1,4 @@
-"""How attention is computed: the protocol of a backend, its inputs and buffers, and the walk over a slice's tiles.
+"""The computation of attention: the protocol of a backend, its inputs and buffers, and the walk over a slice's tiles.
 
 A backend computes the attention of a whole slice, or of one tile at a time: its T queries and its S keys,
 [tile.first, tile.end). With P = exp(scale * Q K^T - lse), the log-sum-exp taken over *all* keys of a query, the
@@ -64,16 +64,17 @@ class TokenExchange(Protocol):
 class AttentionSite(NamedTuple):
     """Everything about one attention of a slice that isn't a tensor with a gradient."""
 
-    store: ContextStore  # the microbatch's on this stage, which keeps key and value for later slices
-    call: Hashable  # identifies this attention within the stage, the same for all slices
-    ranges: KeyRanges  # which keys each query sees
-    scale: float  # multiplies the scores
-    softcap: float | None = None  # scores become softcap * tanh(scores / softcap)
-    dropout: float = 0.0  # the probability of dropping an attention weight, drawn from `seed`
-    seed: PlaceSeed = NO_PLACE  # of its tiles
-    draws: Draws = EAGER  # also of the backward
-    selected: Tensor | None = None  # (B,T,k) the keys that each query sees of those in its range; None: all
-    exchange: TokenExchange | None = None  # where other ranks have other tokens of the slice; None: all are here
+    store: ContextStore  # keys and values of the microbatch on this stage, for later slices too
+    call: Hashable  # id of this attention within the stage, the same for all slices
+    ranges: KeyRanges  # keys visible to each query
+    scale: float  # factor of the scores
+    softcap: float | None = None  # None, or a limit c: scores become c * tanh(scores / c)
+    dropout: float = 0.0  # probability of dropping an attention weight, drawn from `seed`
+    seed: PlaceSeed = NO_PLACE  # seed of the attention's tiles
+    draws: Draws = EAGER  # random draws of forward and backward
+    selected: Tensor | None = None  # (B,T,k), the visible ones among the keys in each query's range; None: all
+    # Exchange with ranks that have other tokens of the slice; None: all tokens here.
+    exchange: TokenExchange | None = None
 
     @property
     def here(self) -> AttentionSite:
@@ -123,7 +124,7 @@ class AttentionBackend(Protocol):
 
     @classmethod
     def takes(cls, query: Tensor, value: Tensor, site: AttentionSite) -> bool:
-        """Returns whether it computes the attention of such tensors; the first that does is used."""
+        """Returns whether this backend computes the attention of such tensors; the first one that does is used."""
         ...
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> AttentionResult:

@@ -80,7 +80,8 @@ class FlashCPU(TiledBackend):
         group = queries.query.shape[1] // num_heads
         at_once = max(1, ROWS_AT_ONCE * torch.get_num_threads() // (num_keys * num_rows))
         for head in range(0, num_heads, at_once):
-            heads, key_heads = slice(head * group, (head + at_once) * group), slice(head, head + at_once)
+            heads = slice(head * group, (head + at_once) * group)
+            key_heads = slice(head, head + at_once)
             query, out, lse, grad_out = (_fold(tensor, key[:, key_heads], part) for tensor in queries.heads(heads))
             dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 grad_out,

@@ -23,7 +23,7 @@ from slipstream.attention.store import AttentionResult, ContextStore
 
 _log = logging.getLogger(__name__)
 _BLOCK = 128
-_MOST_ERROR = 0.03  # of a small slice in bfloat16, relative to the largest number
+_MOST_ERROR = 0.03  # largest error allowed on a small slice in bfloat16, relative to the largest number
 
 
 @cache
@@ -33,7 +33,8 @@ def flex_works(device: torch.device, softcap: float | None) -> bool:
         return False
     try:
         error = _error(device, softcap)
-    except Exception as problem:  # whatever a compiler raises
+    # A compiler may raise anything.
+    except Exception as problem:
         _log.info("FlexAttention can't be compiled, so masks are computed without it: %s", problem)
         return False
     if error > _MOST_ERROR:
@@ -119,7 +120,8 @@ def _block_mask(ranges: KeyRanges, device: torch.device) -> BlockMask:
     first_key = ranges.first_key - ranges.first  # (rows, T)
     past = num_keys - length
     # a kernel is compiled for every number that this function knows, so it knows tensors alone
-    first_keys, last_key = first_key.to(device), torch.tensor(past, device=device)
+    first_keys = first_key.to(device)
+    last_key = torch.tensor(past, device=device)
 
     def seen(row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key >= first_keys[row, query]) & (key <= query + last_key)
@@ -144,9 +146,10 @@ def _blocks(first_key: Tensor, past: int, num_keys: int) -> list[tuple[Tensor, T
     num_blocks, num_key_blocks = -(-length // _BLOCK), -(-num_keys // _BLOCK)
     padded = torch.nn.functional.pad(first_key[:, None].float(), (0, num_blocks * _BLOCK - length), mode="replicate")
     by_block = padded.view(rows, num_blocks, _BLOCK).long()
-    begins = torch.arange(num_key_blocks) * _BLOCK  # of keys
-    last = (torch.arange(1, num_blocks + 1) * _BLOCK).clamp(max=length) - 1 + past  # the last key that is seen
-    positions = torch.arange(num_blocks) * _BLOCK + past  # of the block's first query
+    begins = torch.arange(num_key_blocks) * _BLOCK  # first key of each block
+    # Last visible key of each block of queries.
+    last = (torch.arange(1, num_blocks + 1) * _BLOCK).clamp(max=length) - 1 + past
+    positions = torch.arange(num_blocks) * _BLOCK + past  # position of each block's first query
     ends = begins + _BLOCK - 1
     touched = (ends >= by_block.amin(-1)[..., None]) & (begins <= last[:, None])  # (rows, Q, K)
     whole = (begins >= by_block.amax(-1)[..., None]) & (ends <= positions[:, None])
@@ -162,12 +165,15 @@ def _ordered(chosen: Tensor) -> tuple[Tensor, Tensor]:
 def _error(device: torch.device, softcap: float | None) -> float:
     """Returns the largest difference of a slice's output and gradients from masked math in float32, relative to the
     largest number of each."""
-    start, length, generator = 60, 260, torch.Generator(device).manual_seed(0)
+    start = 60
+    length = 260
+    generator = torch.Generator(device).manual_seed(0)
     first_key = torch.stack([torch.arange(length) // period * period for period in (100, 70)])[:, start:]
     site = AttentionSite(ContextStore(length), 0, KeyRanges(first_key, start), 0.2, softcap)
     sizes = (4, length - start), (2, length), (2, length), (4, length - start)
     drawn = [torch.randn(2, *size, 64, device=device, generator=generator).bfloat16() for size in sizes]
-    found, wanted = _results(FlexCUDA(site), *drawn), _results(MaskedMath(site), *(tensor.float() for tensor in drawn))
+    found = _results(FlexCUDA(site), *drawn)
+    wanted = _results(MaskedMath(site), *(tensor.float() for tensor in drawn))
     return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, wanted, strict=True))
 
 

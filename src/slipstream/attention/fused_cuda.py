@@ -24,7 +24,8 @@ def fits_kernels(query: Tensor, value: Tensor, site: AttentionSite) -> bool:
 class FusedCUDA(TiledBackend):
     """Computes masks that are causal or a window, in every row."""
 
-    width_multiple: ClassVar[int | None] = 16  # as of `FlexCUDA`, which other slices of a sequence may need
+    # The same as FlexCUDA's, for sequences whose other slices need that backend.
+    width_multiple: ClassVar[int | None] = 16
 
     @classmethod
     def takes(cls, query: Tensor, value: Tensor, site: AttentionSite) -> bool:

@@ -25,15 +25,16 @@ from slipstream.attention.kernels import CudnnKernel, FlashKernel, FusedKernel, 
 from slipstream.attention.masks import RegularMask
 
 _log = logging.getLogger(__name__)
-_ROUNDED = 64  # cuDNN makes a plan of some 50 ms for every new shape: only for lengths that are chosen, and so repeat
+# cuDNN makes a plan of some 50 ms for every new shape, so it gets only chosen lengths, which repeat.
+_ROUNDED = 64
 _WIDEST_CUDNN = 128
 _MOST_APART = 1 << 28  # numbers in the gradients of keys of query heads by themselves: half a gigabyte
-_WORTH = 1.03  # how many times as long a kernel may take that rounds these gradients once less
+_WORTH = 1.03  # largest ratio of times at which the kernel that rounds these gradients once less is preferred
 _REPEATS = 3
-_AGREEMENT = 0.03  # with FlashAttention's results, in float16 and bfloat16
-_Milliseconds = dict[str, float | None]  # of each kernel; None where it refuses a shape or gives something else
+_AGREEMENT = 0.03  # largest difference from FlashAttention's results, in float16 and bfloat16
+_Milliseconds = dict[str, float | None]  # kernel -> ms; None for a refused shape or a wrong result
 
-KERNELS: Mapping[str, FusedKernel] = {"flash": FlashKernel(), "cudnn": CudnnKernel()}  # of PyTorch
+KERNELS: Mapping[str, FusedKernel] = {"flash": FlashKernel(), "cudnn": CudnnKernel()}  # PyTorch's kernels
 
 
 class AttentionShape(NamedTuple):
@@ -43,9 +44,9 @@ class AttentionShape(NamedTuple):
     heads: int
     key_heads: int
     width: int
-    length: int  # of the slice
-    keys: int  # that it reads
-    window: int = 0  # of a sliding one; 0: none
+    length: int  # queries, the slice's tokens
+    keys: int  # keys read
+    window: int = 0  # width of a sliding window; 0: none
 
     def __str__(self) -> str:
         kind = f"{self.dtype} {self.heads}/{self.key_heads} heads of {self.width}"
@@ -69,7 +70,8 @@ def choose_kernel(query: Tensor, key_heads: int, mask: RegularMask) -> FusedKern
     return _choose(query.dtype, query.shape[1:], key_heads, mask.past, mask.window, query.device.index or 0, allowed)
 
 
-@lru_cache(maxsize=4096)  # every slice of every layer asks, and documents have ever new lengths
+# Every slice of every layer asks, and documents keep coming in new lengths.
+@lru_cache(maxsize=4096)
 def _choose(
     dtype: torch.dtype,
     shape: tuple[int, int, int],
@@ -102,7 +104,7 @@ def kept_file() -> Path:
     return cache_folder() / "attention.json"
 
 
-_known: dict[tuple[AttentionShape, int], str] = {}  # the kernel that was chosen last
+_known: dict[tuple[AttentionShape, int], str] = {}  # the kernel chosen last
 _measured: dict[tuple[AttentionShape, int], _Milliseconds] = {}
 
 
@@ -119,7 +121,8 @@ def _cudnn_takes(width: int, *lengths: int) -> bool:
         return False
     is_allowed = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
     is_there = torch.backends.cudnn.is_available()  # type: ignore[no-untyped-call]
-    is_repeatable = not torch.are_deterministic_algorithms_enabled()  # its backward adds in another order every time
+    # cuDNN's backward adds in a different order every time.
+    is_repeatable = not torch.are_deterministic_algorithms_enabled()
     return is_allowed and is_there and is_repeatable
 
 
@@ -158,7 +161,8 @@ def _milliseconds(kernel: FusedKernel, shape: AttentionShape, device: torch.devi
             _log.warning("attention of %s by %s isn't used: it differs from FlashAttention", shape, _name(kernel))
             return None
         return 1e3 * _timed(partial(run, kernel), device)
-    except Exception as error:  # of a package that may do anything
+    # A package's kernel may raise anything.
+    except Exception as error:
         _log.info("attention of %s can't be computed by %s: %s", shape, _name(kernel), error)
         return None
 
@@ -176,7 +180,8 @@ def _name(kernel: FusedKernel) -> str:
 
 def _drawn(shape: AttentionShape, device: torch.device) -> tuple[Tensor, ...]:
     """Returns random queries, gradients of their output, keys and values."""
-    dtype, generator = getattr(torch, shape.dtype), torch.Generator(device).manual_seed(0)
+    dtype = getattr(torch, shape.dtype)
+    generator = torch.Generator(device).manual_seed(0)
     sizes = [(shape.heads, shape.length)] * 2 + [(shape.key_heads, shape.keys)] * 2
     return tuple(
         torch.randn(1, length, heads, shape.width, device=device, dtype=dtype, generator=generator).transpose(1, 2)

@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 class KeyGradients(NamedTuple):
     """The gradients of some of the keys and values that a kernel was given, in their dtype."""
 
-    first: int  # of the keys
+    first: int  # first of the keys
     key: Tensor  # (B,Hkv,n,D), or (G,Hkv,n,D): one row's, of each of G query heads by itself
     value: Tensor
 
@@ -36,7 +36,8 @@ def add_gradients(parts: list[KeyGradients], past: int, *totals: Tensor) -> list
     for index, total in enumerate(totals):
         for part in parts:
             gradient = (part.key, part.value)[index]
-            end, earlier = part.first + gradient.shape[2], past - part.first
+            end = part.first + gradient.shape[2]
+            earlier = past - part.first
             passes = _PLAIN if len(gradient) == len(total) else _passes(total.device)
             if earlier > 0:
                 passes.add(total[:, :, part.first : min(past, end)], gradient[:, :, :earlier])
@@ -54,7 +55,8 @@ def merged(output: Tensor, logsumexp: Tensor, other: Tensor, other_logsumexp: Te
 def _merge(output: Tensor, logsumexp: Tensor, other: Tensor, other_logsumexp: Tensor) -> tuple[Tensor, Tensor]:
     """Merges two parts; uncompiled in three passes over memory."""
     weight = torch.sigmoid(other_logsumexp - logsumexp)  # e^(lse2 - lse), (B,H,T)
-    weight = weight.transpose(1, 2).contiguous().transpose(1, 2)[..., None]  # in memory as the outputs are
+    # The weights get the outputs' layout in memory.
+    weight = weight.transpose(1, 2).contiguous().transpose(1, 2)[..., None]
     total = output * (1 - weight)
     torch.addcmul(total, other, weight, out=output)
     return output, torch.logaddexp(logsumexp, other_logsumexp)
@@ -98,7 +100,8 @@ def _passes(device: torch.device) -> _Passes:
         if all(torch.allclose(a, b, rtol=0.02, atol=0.02) for a, b in pairs):
             return compiled
         problem = "they differ"
-    except Exception as error:  # whatever a compiler raises
+    # A compiler may raise anything.
+    except Exception as error:
         problem = f"{type(error).__name__}: {error}"
     _log.info("what surrounds attention kernels isn't compiled on %s: %s", device, problem)
     return _PLAIN

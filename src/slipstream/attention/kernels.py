@@ -162,7 +162,8 @@ class HeadsApart:
         self, queries: QueryState, key: Tensor, value: Tensor, mask: RegularMask, scale: float
     ) -> tuple[Tensor, list[KeyGradients]]:
         """See `FusedKernel`."""
-        (rows, heads, length, width), key_heads = queries.query.shape, key.shape[1]
+        (rows, heads, length, width) = queries.query.shape
+        key_heads = key.shape[1]
         if rows > 1:
             return self.kernel.backward(queries, key, value, mask, scale)
         # (G,Hkv,T,..): query head h reads key head h // G
@@ -176,7 +177,8 @@ class Flash3Kernel:
     """FlashAttention-3 for Hopper, by the operators that the package flash_attn_interface registers."""
 
     def __init__(self, package: Any) -> None:
-        self._ops = torch.ops.flash_attn_3  # there since the package was imported
+        # Importing the package has registered these operators.
+        self._ops = torch.ops.flash_attn_3
         if not hasattr(self._ops, "fwd") or not hasattr(self._ops, "bwd"):
             raise ImportError(f"{package.__name__} has no operators flash_attn_3.fwd and bwd")
 
@@ -272,6 +274,7 @@ def _installed(name: str) -> FusedKernel | None:
         if find_spec(package.module.partition(".")[0]) is None:
             return None
         return package.kernel(importlib.import_module(package.module))
-    except Exception as error:  # of a package that may do anything
+    # A package may raise anything.
+    except Exception as error:
         _log.info("FlashAttention of %s isn't used: %s: %s", package.module, type(error).__name__, error)
         return None

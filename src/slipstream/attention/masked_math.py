@@ -11,7 +11,8 @@ from torch import Tensor
 from slipstream.attention.backend import AttentionSite, QueryState, TiledBackend, TileGradients
 from slipstream.attention.masks import ScoreRectangle, ScoreTile
 
-SCORES_AT_ONCE = 1 << 24  # limits memory: a long tile is computed some queries at a time
+# Limits memory: a long tile is computed some queries at a time.
+SCORES_AT_ONCE = 1 << 24
 
 
 class MaskedMath(TiledBackend):

@@ -12,9 +12,12 @@ from torch import Tensor
 
 from slipstream.errors import SlipstreamError
 
-SHORTEST_RUN = 32  # queries; a shorter run of equal first keys costs more to launch than to mask
-MASKED_ROWS = 192  # queries of a masked tile, which reads window + 192 keys; kernels slow down below 192
-SQUARE = 256  # queries of a causal square; kernels compute a square whole, so large ones waste half
+# A shorter run of queries with one first key costs more to launch than to mask.
+SHORTEST_RUN = 32
+# A masked tile reads window + 192 keys, and kernels slow down below 192 queries.
+MASKED_ROWS = 192
+# Kernels compute a causal square of this many queries whole, so larger ones would waste half.
+SQUARE = 256
 
 
 @dataclass(frozen=True)
@@ -23,8 +26,9 @@ class ScoreRectangle:
 
     queries: slice
     keys: slice
-    diagonal: bool = False  # it contains its queries' own keys
-    masked: bool = False  # under the tile's mask; otherwise causal on the diagonal, and all seen off it
+    diagonal: bool = False  # True for queries whose own keys are among `keys`
+    # Under the tile's mask. Otherwise the rectangle is causal on the diagonal, and wholly visible off it.
+    masked: bool = False
 
     @property
     def causal(self) -> bool:
@@ -33,11 +37,11 @@ class ScoreRectangle:
 
 
 class RegularMask(NamedTuple):
-    """The scores of T queries that see the keys before them, all from `first` on or as many as a window has."""
+    """The scores of T queries, each of which sees the keys up to itself: all from `first` on, or a window's."""
 
-    first: int  # the first key that any query sees
-    past: int  # the number of keys from there on that come before the first query
-    window: int | None = None  # the keys that a query sees, its own included
+    first: int  # first key visible to any query
+    past: int  # number of keys from `first` on before the first query
+    window: int | None = None  # number of keys visible to a query, its own included
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +53,7 @@ class ScoreTile:
     """
 
     index: int  # within the KeyRanges; part of dropout's seed
-    rows: slice  # of the batch
+    rows: slice  # rows of the batch
     start: int
     end: int
     first: int
@@ -74,8 +78,10 @@ class ScoreTile:
         A square of at most 256 queries is causal, all else is seen whole. Parts of a query are merged later.
         """
         num_queries = self.end - self.start
-        queries, past = slice(0, num_queries), self.past
-        last = 0 if self.first_keys is None else int(self.first_keys.max()) + 1 - self.first  # all see last..
+        queries = slice(0, num_queries)
+        past = self.past
+        # All queries see the keys from this one on.
+        last = 0 if self.first_keys is None else int(self.first_keys.max()) + 1 - self.first
         if last > past:
             return (ScoreRectangle(queries, slice(0, past + num_queries), diagonal=True, masked=True),)
         moving = [ScoreRectangle(queries, slice(0, last), masked=True)] if last else []

@@ -59,7 +59,8 @@ def attend(
         ContextError: the slices ran in an order that doesn't allow this one.
     """
     query, key, value = _autocast(query, key, value)
-    moved, is_whole = site.exchange, site.ranges.end - site.ranges.start == site.store.length
+    moved = site.exchange
+    is_whole = site.ranges.end - site.ranges.start == site.store.length
     if moved is None or not moved.moves_heads(query, key, is_whole):
         moved = None
     else:
@@ -126,7 +127,8 @@ class _SliceAttention(torch.autograd.Function):
         site: AttentionSite = ctx.site
         here, exchange = site.here, site.exchange
         keys, values, grad_keys, grad_values = site.store.context(site.call, site.ranges)
-        if not grad_output.transpose(1, 2).is_contiguous():  # as other tensors are; once, not for every rectangle
+        # The gradient gets other tensors' layout here, once, and not for every rectangle.
+        if not grad_output.transpose(1, 2).is_contiguous():
             grad_output = grad_output.transpose(1, 2).contiguous().transpose(1, 2)
         queries = QueryState(query, output, logsumexp, grad_output)
         keys, values, *totals = map(here.ranges.seen, (keys, values, grad_keys, grad_values))

@@ -19,7 +19,7 @@ AttentionWrapper = Callable[[Callable[[], AttentionResult]], AttentionResult]
 
 
 class SharedState(Protocol):
-    """State besides keys and values that the slices of a microbatch share on a stage."""
+    """State other than keys and values that the slices of a microbatch share on a stage."""
 
     def close(self) -> None:
         """Ends the microbatch. Raises ContextError where something is left in it."""
@@ -32,16 +32,16 @@ class StoredSlice:
 
     end: int
     first: int  # the smallest key it attends to
-    done: bool = False  # its backward ran
+    done: bool = False  # True once the backward of the slice has run
 
 
 @dataclass
 class _CallBuffers:
     """The buffers of one attention call, and the state of each slice of it."""
 
-    buffers: list[Tensor]  # key (B, Hkv, L, D) and value (B, Hkv, L, Dv), in a backward also their gradients
-    slices: dict[int, StoredSlice] = field(default_factory=dict)  # by start
-    num_done: int = 0  # tokens of slices whose backward ran
+    buffers: list[Tensor]  # key (B, Hkv, L, D) and value (B, Hkv, L, Dv); in a backward also their gradients
+    slices: dict[int, StoredSlice] = field(default_factory=dict)  # slices by their first token
+    num_done: int = 0  # tokens of slices with a finished backward
 
 
 class ContextStore:
@@ -63,7 +63,7 @@ class ContextStore:
         self._contexts: dict[Hashable, _CallBuffers] = {}
         # by call, in the order of their first use and including freed ones: the keys [first, end) that each slice read
         self.reads: dict[Hashable, list[tuple[int, int]]] = {}
-        self.shared: SharedState | None = None  # set by the code that runs the slices
+        self.shared: SharedState | None = None  # an object of the code that runs the slices
         self.carried = CarriedStates()
         self.is_replaying = False
         self._wrapper: AttentionWrapper | None = None
@@ -213,11 +213,12 @@ def _name(call: Hashable, ranges: KeyRanges) -> str:
 class _State:
     """A state between two slices."""
 
-    value: Tensor | None  # None: the backward of its reader began, whose graph holds it as far as needed
+    # None once the backward of its reader has begun: that graph keeps the value as far as it is needed.
+    value: Tensor | None
     has_gradient: bool
-    is_done: bool = False  # whether the backward of its reader began
-    gradient: Tensor | None = None  # None: none yet, or the reader's outputs don't depend on it
-    is_read: bool = False  # by a forward
+    is_done: bool = False  # True once the backward of the reader has begun
+    gradient: Tensor | None = None  # None: none yet, or a reader whose outputs don't depend on the state
+    is_read: bool = False  # True once a forward has read it
 
 
 class CarriedStates:
@@ -232,7 +233,7 @@ class CarriedStates:
 
     def __init__(self) -> None:
         self._states: dict[tuple[Hashable, int], _State] = {}
-        self.keeps_read = False  # in a backward too, where layers read them again
+        self.keeps_read = False  # True: kept in a backward too, for layers to read again
 
     @property
     def calls(self) -> set[Hashable]:
@@ -301,7 +302,8 @@ class CarriedStates:
                 if not self.keeps_read:
                     read.value = None
             gradients.append(left.gradient)
-            left.gradient = None  # the reader's graph, which W holds, would keep it
+            # The reader's graph, which W may still need, would keep the gradient alive.
+            left.gradient = None
         return gradients
 
 
