@@ -35,7 +35,7 @@ from slipstream.parallel.mesh import divisors_text
 from slipstream.parallel.parameter_share import part_bounds
 from slipstream.parallel.rank_group import RankGroup, sum_over_ranks
 
-_Heads = list[list[int]]  # of each rank
+_Heads = list[list[int]]  # heads of each rank
 _Parts = tuple[tuple[int, int], ...]  # [begin, end) of each rank's tokens within a slice
 
 
@@ -44,8 +44,8 @@ class SliceExchange:
     """Exchanges heads for tokens, or gathers keys, around the attention of one slice."""
 
     group: RankGroup
-    parts: _Parts  # none: the whole slice is here, as in a forward that only looks at shapes
-    kind: str = "auto"  # the exchanged tensors: heads, keys, or auto, by `moves_heads`
+    parts: _Parts  # empty: the whole slice here, as in a forward for shapes only
+    kind: str = "auto"  # the exchanged tensors: "heads", "keys", or "auto" to choose by `moves_heads`
 
     def moves_heads(self, query: Tensor, key: Tensor, is_whole: bool) -> bool:
         """Returns whether an attention of these sizes exchanges heads for tokens.
@@ -57,7 +57,9 @@ class SliceExchange:
         """
         if self.kind != "auto":
             return self.kind == "heads"
-        size, num_queries, num_keys = self.group.size, query.shape[1], key.shape[1]
+        size = self.group.size
+        num_queries = query.shape[1]
+        num_keys = key.shape[1]
         widening = torch.promote_types(key.dtype, torch.float32).itemsize / key.dtype.itemsize
         by_heads, by_keys = numbers_exchanged(num_queries, num_keys, size, widening)
         return num_queries % size == 0 and (is_whole or by_heads <= by_keys)
@@ -74,7 +76,8 @@ class SliceExchange:
             return query, key, value
         heads = heads_of_ranks(query.shape[1], query.shape[1], self.group.size)
         of_keys = heads_of_ranks(query.shape[1], key.shape[1], self.group.size)
-        of_each, length = (heads, of_keys, of_keys), query.shape[2]
+        of_each = (heads, of_keys, of_keys)
+        length = query.shape[2]
         queries, keys, values = with_backward(
             lambda *tensors: tuple(self._spread_heads(tensors, of_each)),
             lambda *gradients: tuple(_as_long(parts, length) for parts in self._spread_tokens(gradients, of_each)),
@@ -87,7 +90,8 @@ class SliceExchange:
         if not self.parts:
             return output
         num_heads = output.shape[1] * self.group.size
-        heads, length = [heads_of_ranks(num_heads, num_heads, self.group.size)], max(1, self._num_own)
+        heads = [heads_of_ranks(num_heads, num_heads, self.group.size)]
+        length = max(1, self._num_own)
         return with_backward(
             lambda whole: (_as_long(self._spread_tokens([whole], heads)[0], length),),
             lambda gradient: tuple(self._spread_heads([gradient], heads)),
@@ -129,8 +133,10 @@ class SliceExchange:
 
     def _spread_heads(self, tensors: Sequence[Tensor], heads: Sequence[_Heads]) -> list[Tensor]:
         """Returns each tensor's heads for this rank, of all tokens, of the tensors of its tokens. Collective."""
-        ranks, me = range(self.group.size), self.group.rank
-        own = [tensor.narrow(2, 0, self._num_own) for tensor in tensors]  # a rank without tokens has a padding one
+        ranks = range(self.group.size)
+        me = self.group.rank
+        # A rank without tokens has a padding one, which it doesn't send.
+        own = [tensor.narrow(2, 0, self._num_own) for tensor in tensors]
         sent = [[_some(tensor, of[rank]) for tensor, of in zip(own, heads, strict=True)] for rank in ranks]
         shapes = [
             [
@@ -162,7 +168,8 @@ class SliceExchange:
         every = [tensor for tensors in sent for tensor in tensors]
         flat = every[0].new_empty(sum(counts))
         for place, tensor in zip(torch.split(flat, [tensor.numel() for tensor in every]), every, strict=True):
-            place.view(tensor.shape).copy_(tensor)  # once: they are views of memory in another layout
+            # The tensors are views in another layout, so each is copied once, right to its place.
+            place.view(tensor.shape).copy_(tensor)
         sizes = [[prod(shape) for shape in of_rank] for of_rank in shapes]
         received = self.group.all_to_all(flat, counts, [*map(sum, sizes)])
         parts = iter(torch.split(received, [size for of_rank in sizes for size in of_rank]))
@@ -225,7 +232,8 @@ def _some(tensor: Tensor, heads: list[int]) -> Tensor:
     """Returns some heads, a view where they follow each other."""
     if heads == [*range(heads[0], heads[0] + len(heads))]:
         return tensor.narrow(1, heads[0], len(heads))
-    return torch.cat([tensor.narrow(1, head, 1) for head in heads], 1)  # an index would come from the host
+    # An index tensor would have to come from the host.
+    return torch.cat([tensor.narrow(1, head, 1) for head in heads], 1)
 
 
 def _joined(pieces: Sequence[Tensor], heads: _Heads) -> Tensor:

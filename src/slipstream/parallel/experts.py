@@ -47,7 +47,8 @@ def without_experts(model_type: str) -> str:
 def check_experts(model: nn.Module, model_type: str, size: int) -> None:
     """Raises SlipstreamError where the experts of a whole model, which may be on the meta device, can't be spread over
     `size` ranks."""
-    counts, option = num_experts_of(model), f"ep={size}"
+    counts = num_experts_of(model)
+    option = f"ep={size}"
     if not counts:
         raise SlipstreamError(f"{option}: {without_experts(model_type)}. Leave it out.")
     for name, _ in expert_modules(model):
@@ -101,7 +102,8 @@ class ExpertParallel:
         for name, module in model.named_modules():
             num_experts = self.counts.get(parse_name(f"{name}.weight").layer)
             if num_experts is not None and getattr(module, "num_experts", None) == num_experts:
-                module.num_experts = num_experts // self.group.size  # also of an adapter around them
+                # An adapter around the experts has the attribute, too.
+                module.num_experts = num_experts // self.group.size
 
     def install(self, model: nn.Module) -> None:
         """Makes tokens go to the ranks of their experts, in every forward of the model from now on, after `shard`."""
@@ -116,7 +118,8 @@ class ExpertParallel:
         return self.tensor.group if in_region or not self.tensor.sequence else None
 
     def _share(self, name: str, shape: tuple[int, ...]) -> ParameterShare:
-        num_experts, dim = self.counts[parse_name(name).layer], _dim_of_experts(name)
+        num_experts = self.counts[parse_name(name).layer]
+        dim = _dim_of_experts(name)
         start, stop = part_bounds(num_experts, self.group.size, self.group.rank)
         rows_each = shape[dim] // num_experts
         # PEFT keeps the rows of lora_A by expert, and the columns of lora_B by rank and then by expert.
@@ -140,15 +143,18 @@ class _Exchange:
     """
 
     def __init__(self, experts: Any, group: RankGroup, shared: RankGroup | None) -> None:
-        self._forward, self._num_experts = experts.forward, int(experts.num_experts)
-        self._group, self._shared = group, shared
+        self._forward = experts.forward
+        self._num_experts = int(experts.num_experts)
+        self._group = group
+        self._shared = shared
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Any:
         if runs_alone():
             output = self._routed(RankGroup(), hidden_states, top_k_index % self._num_experts, top_k_weights)
         elif self._shared is None:
             output = self._routed(self._group, hidden_states, top_k_index, top_k_weights)
-        else:  # rows that are padded go to the first expert, with a weight of zero
+        # Rows of padding go to the first expert, with a weight of zero.
+        else:
             inputs = hidden_states, top_k_index, top_k_weights
             mine = self._routed(self._group, *(split(tensor, self._shared, _ROWS) for tensor in inputs))
             output = gather(mine, self._shared, _ROWS, len(hidden_states))
@@ -160,7 +166,8 @@ class _Exchange:
         Each choice of a token is a row; rows are sorted by expert, and so by rank. How many there are is read on the
         host. The backward adds up the gradients of a token's rows where they are neighbours again.
         """
-        per_token, size = index.shape[1], group.size
+        per_token = index.shape[1]
+        size = group.size
         chosen = index.flatten()
         order = chosen.argsort(stable=True)
         place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
@@ -182,8 +189,10 @@ class _Exchange:
         )
         numbers = torch.arange(self._num_experts, device=order.device).repeat(size)
         numbers = numbers.repeat_interleave(of_ranks.flatten(), output_size=sum(received))
-        if not sum(received):  # the experts' weights have gradients of zeros, and the backward its exchanges
-            rows, numbers = functional.pad(rows, (0, 0, 0, 1)), numbers.new_zeros(1)
+        # A row of zeros gives the experts' weights gradients of zeros, and lets the backward join its exchanges.
+        if not sum(received):
+            rows = functional.pad(rows, (0, 0, 0, 1))
+            numbers = numbers.new_zeros(1)
         output = self._forward(rows, numbers[:, None], torch.ones_like(numbers[:, None], dtype=rows.dtype))
         (mine,) = with_backward(
             lambda rows: (returned(rows),), lambda gradient: (dispatched(gradient[order]),), output[: sum(received)]

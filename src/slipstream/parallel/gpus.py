@@ -109,20 +109,20 @@ def refuse_shards() -> None:
 # torch 2.11 to 2.13 read the first that is set. The newer name, PYTORCH_ALLOC_CONF, is read where the older isn't.
 _VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _EXPANDABLE = "expandable_segments:True"
-_MUCH = 0.2  # of the tensors' memory, held besides
-_LITTLE = 2**30  # bytes; less isn't worth a word, whatever share it is
-_ADVICE_OF_TORCH = " If reserved but unallocated"  # which doesn't look whether its advice was followed
+_MUCH = 0.2  # reserved bytes that no tensor uses, as a share of the tensors' bytes
+_LITTLE = 2**30  # bytes too few to report, whatever their share
+_ADVICE_OF_TORCH = " If reserved but unallocated"  # beginning of torch's advice, given even if it has been followed
 
 
 @dataclass(frozen=True)
 class GpuMemory:
     """The counters of the allocator of a process's GPU: bytes, and numbers of events."""
 
-    allocated: int  # in tensors, at most
-    reserved: int  # taken from the driver, at most
-    between: int  # free now, in segments that tensors hold another part of
-    retries: int  # all unused segments were given back to the driver, as no free block was large enough
-    failures: int  # errors for lack of memory
+    allocated: int  # peak of the tensors' bytes
+    reserved: int  # peak of the bytes taken from the driver
+    between: int  # free bytes in segments that are partly in use
+    retries: int  # times that all unused segments went back to the driver for want of a large enough block
+    failures: int  # out-of-memory errors
 
     @classmethod
     def now(cls) -> GpuMemory | None:

@@ -33,9 +33,9 @@ class PendingReduction:
     """A running collective over the replicas: its inputs and outputs, and the parameters of these gradients."""
 
     bucket: Bucket
-    shapes: Iterable[Sequence[int]]  # of their gradients in the result
+    shapes: Iterable[Sequence[int]]  # shapes of the gradients in the result
     sent: Tensor  # kept until the collective ends
-    result: Tensor  # the whole sum or, of a scatter, this replica's rows
+    result: Tensor  # the whole sum, or this replica's rows of a scatter
     work: PendingWork | None
 
     @classmethod
@@ -54,7 +54,7 @@ class PendingReduction:
         return cls(bucket, shapes, packed, *group.start_reduce_scatter(packed))
 
     def finish(self) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
-        """Waits for it, and yields the parameters with their gradients: views of the result."""
+        """Waits for the collective, and yields the parameters with their gradients, which are views of the result."""
         if self.work is not None:
             self.work.wait()
         for (name, parameter), gradient in zip(self.bucket, unflatten_tensors(self.result, self.shapes), strict=True):
@@ -91,7 +91,8 @@ def flatten_tensors(tensors: Sequence[Tensor]) -> Tensor:
 
 def unflatten_tensors(flat: Tensor, shapes: Iterable[Sequence[int]]) -> list[Tensor]:
     """Returns views of these shapes, one after the other; the rest at the end is padding."""
-    views, position = [], 0
+    views = []
+    position = 0
     for shape in shapes:
         views.append(flat[position : position + prod(shape)].view(tuple(shape)))
         position += prod(shape)
@@ -198,7 +199,8 @@ class GradientReduction:
                 `deliver` replaces them: tied weights, whose two gradients must be added first.
         """
         self._stages = _each_once(stages)
-        self._masters, self._whole = masters, frozenset(whole)
+        self._masters = masters
+        self._whole = frozenset(whole)
         self._copies = {name: copies_of(name) for named in stages.values() for name, _ in named}
         self._sharing = [group for group in dict.fromkeys(self._copies.values()) if group.size > 1]
         self._named = [named for parameters in self._stages.values() for named in parameters]
@@ -206,12 +208,13 @@ class GradientReduction:
         self._groups = {ranks: _subgroup(tensor, ranks) for ranks in sorted({*self._added_over.values()})}
         for _, parameter in self._named:
             if parameter.requires_grad:
-                parameter.grad_dtype = masters.dtype_of(parameter)  # in which every slice's gradient is added
+                parameter.grad_dtype = masters.dtype_of(parameter)  # dtype of the sum over slices
         self._plans: dict[int, _StageCollectives] = {}
         self._missing: set[int] = set()
         self._earlier: dict[int, Tensor | None] = {}
         self._started: list[PendingReduction] = []
-        self._scale, self._is_divided = 1.0, False
+        self._scale = 1.0
+        self._is_divided = False
 
     def begin(self, scale: float = 1.0, is_divided: bool = False) -> None:
         """Begins a step whose losses are multiplied by `scale` (see LossScale), by which its gradients are divided;
@@ -221,7 +224,9 @@ class GradientReduction:
         parameter was frozen too late.
         """
         self._masters.check_trained()
-        self._scale, self._started, self._earlier = scale, [], {}
+        self._scale = scale
+        self._started = []
+        self._earlier = {}
         self._is_divided = is_divided or scale != 1
         self._missing = set()
         for stage, parameters in self._stages.items():
@@ -246,7 +251,8 @@ class GradientReduction:
         self._missing.discard(stage)
         for name, parameter in self._stages[stage]:
             if self._copies[name].size > 1 and parameter.grad is not None and parameter.grad.is_sparse:
-                parameter.grad = parameter.grad.to_dense()  # as its rows differ between replicas
+                # The rows of a sparse gradient differ between replicas.
+                parameter.grad = parameter.grad.to_dense()
         for group, bucket in plan.partial:
             for _, parameter, total in PendingReduction.sum(bucket, group).finish():
                 parameter.grad = total
@@ -364,7 +370,8 @@ class MasterParameters:
 
         Raises SlipstreamError where `dtype` can't hold a parameter's values.
         """
-        self._dtype, self.bucket_bytes = dtype, bucket_bytes
+        self._dtype = dtype
+        self.bucket_bytes = bucket_bytes
         self._parameters = dict(parameters)
         self._trained = {name for name, parameter in parameters if parameter.requires_grad}
         groups = {name: copies_of(name) for name in self._parameters}
@@ -411,7 +418,8 @@ class MasterParameters:
     def add_whole(self, name: str, gradient: Tensor) -> None:
         """Adds the gradient of all rows like `add`."""
         if self.is_spread(name):
-            gradient = take_rows(gradient, self.rows(name)).clone()  # a copy, so that the other rows' memory is freed
+            # A copy lets the other rows' memory go.
+            gradient = take_rows(gradient, self.rows(name)).clone()
         self.add(name, gradient)
 
     @torch.no_grad()

@@ -101,11 +101,14 @@ def _make_group(
 def _launched_store(environment: Mapping[str, str]) -> tuple[Store, int, int]:
     """Returns the store at MASTER_ADDR, this rank and how many there are. Raises SlipstreamError where it can't listen
     there, or another program does."""
-    if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun's own, which is there before its ranks
+    # torchrun's agent has its own store, which is there before the ranks start.
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         found: tuple[Store, int, int] = next(rendezvous("env://", timeout=NO_LIMIT))
         return found
     rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-    address, port, seconds = environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), time_limit(environment)
+    address = environment["MASTER_ADDR"]
+    port = int(environment["MASTER_PORT"])
+    seconds = time_limit(environment)
 
     def connect() -> Store:
         return dist.TCPStore(  # type: ignore[attr-defined]
@@ -116,7 +119,8 @@ def _launched_store(environment: Mapping[str, str]) -> tuple[Store, int, int]:
     store = connected_store(connect, seconds, lambda: accepts(address, port, seconds))
     if not isinstance(store, Exception):
         return store, rank, size
-    place, reason = f"MASTER_ADDR={address}, MASTER_PORT={port}", str(store).partition("\n")[0]
+    place = f"MASTER_ADDR={address}, MASTER_PORT={port}"
+    reason = str(store).partition("\n")[0]
     raise SlipstreamError(describe_held_port(rank, place, reason) + joining_hint(environment)) from store
 
 

@@ -27,7 +27,7 @@ class MeshAxis:
     `shares_batch` all are given the same rows.
     """
 
-    name: str  # as `make_mesh` and a DeviceMesh call it
+    name: str  # name in `make_mesh` and in a DeviceMesh
     shares_weights: bool
     shares_batch: bool
     part_of: Callable[[Any, int, int], Any] | None = None
@@ -35,14 +35,15 @@ class MeshAxis:
     the rank's number and their number. Neither the batch's number of targets nor its seed changes."""
 
 
-PIPELINE = MeshAxis("pp", shares_weights=False, shares_batch=True)  # each rank has other layers
+PIPELINE = MeshAxis("pp", shares_weights=False, shares_batch=True)  # different layers on each rank
 DATA = MeshAxis("dp", shares_weights=True, shares_batch=False)
-CONTEXT = MeshAxis(  # each rank has some tokens of every slice
+CONTEXT = MeshAxis(  # some tokens of every slice on each rank
     "cp", shares_weights=True, shares_batch=True, part_of=lambda batch, rank, size: batch.part(rank, size)
 )
-TENSOR = MeshAxis("tp", shares_weights=False, shares_batch=True)  # each rank has a share of every layer
+TENSOR = MeshAxis("tp", shares_weights=False, shares_batch=True)  # a share of every layer on each rank
 
-_EXPERTS = "_num_expert_ranks"  # an attribute of a mesh: ep is no axis, but folded from those that share weights
+# An attribute of a mesh: ep is no axis, but folded from the axes that share weights.
+_EXPERTS = "_num_expert_ranks"
 
 
 def num_expert_ranks(mesh: DeviceMesh) -> int:
@@ -131,7 +132,8 @@ def make_mesh(
     backend = RankGroup(dist.group.WORLD).gpu_backend
     check_transport(transport, torch.device(device_type), backend, option)
     if backend != "nccl":
-        device_type = "cpu"  # else torch might choose a GPU for the process, of which there may not be enough
+        # On another device type torch might choose a GPU for the process, and there may not be enough of them.
+        device_type = "cpu"
     mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     setattr(mesh, _EXPERTS, ep)
     return mesh
@@ -140,10 +142,12 @@ def make_mesh(
 def _watch_everyone() -> None:
     """Watches the processes of the default group for deaths, until a Pipeline says how else. Collective."""
     everyone = RankGroup(dist.group.WORLD)
-    if everyone.uses_nccl:  # which can't be used before the mesh has chosen this process's GPU
+    # NCCL can't be used before the mesh has chosen this process's GPU.
+    if everyone.uses_nccl:
         store = dist.distributed_c10d._get_default_store()
         watch_store(store, everyone.rank, everyone.size, limit=None, is_provisional=True)
-    else:  # gloo sees by itself who dies meanwhile
+    # Gloo itself notices processes that die meanwhile.
+    else:
         watch_group(everyone, None, is_provisional=True)
 
 

@@ -56,12 +56,13 @@ class ParameterShare:
         if not self.shape:
             yield (), part
             return
-        position = 0  # where the range begins in this rank's tensor
+        position = 0  # beginning of the range in this rank's tensor
         for start, stop in self.ranges:
             offsets = [0] * len(self.shape)
             offsets[self.dim] = start
             if self.dim == 0:
-                low, high = max(position, first_row), min(position + stop - start, first_row + part.shape[0])
+                low = max(position, first_row)
+                high = min(position + stop - start, first_row + part.shape[0])
                 if low < high:
                     offsets[0] = start + low - position
                     yield tuple(offsets), part[low - first_row : high - first_row]
@@ -121,7 +122,7 @@ class ParameterShard:
     parameter: nn.Parameter
     share: ParameterShare
     first_row: int
-    leads: bool  # of all ranks that hold these very rows, one does
+    leads: bool  # True on one of the ranks with exactly these rows
 
     @property
     def is_whole(self) -> bool:

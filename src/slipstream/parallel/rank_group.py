@@ -33,7 +33,8 @@ NO_LIMIT = timedelta(days=1)
 
 def ranks_text(ranks: Sequence[int]) -> str:
     """Returns ascending ranks in words, such as "ranks 0-3"."""
-    first, last = ranks[0], ranks[-1]
+    first = ranks[0]
+    last = ranks[-1]
     if first == last:
         return f"rank {first}"
     is_gapless = len(ranks) == last + 1 - first
@@ -44,7 +45,7 @@ class GroupHolder(Protocol):
     """An object that keeps process groups alive."""
 
     def release_groups(self) -> None:
-        """Releases them, as nothing more will be exchanged."""
+        """Releases the process groups, as nothing more will be exchanged."""
         ...
 
 
@@ -227,7 +228,8 @@ class RankGroup:
         """Returns why this rank waited in vain in `what`: the watchers' verdict, or which ranks didn't come."""
         if verdict := explain_loss(""):
             return verdict
-        me, finished = self.global_ranks[self.rank], finished_ranks()
+        me = self.global_ranks[self.rank]
+        finished = finished_ranks()
         others = [rank for rank in self.global_ranks if rank != me]
         if ended := [rank for rank in others if rank in finished]:
             missing = f"{ranks_text(ended)}, which {'has' if len(ended) == 1 else 'have'} ended without an error"
@@ -279,7 +281,9 @@ class StagedWork:
     """A collective on host memory, whose result goes to the GPU when it is waited for."""
 
     def __init__(self, work: PendingWork, host: Tensor, result: Tensor, sent: Tensor) -> None:
-        self._work, self._host, self._result = work, host, result
+        self._work = work
+        self._host = host
+        self._result = result
         self._sent = sent  # kept until the collective ends
 
     def wait(self) -> None:

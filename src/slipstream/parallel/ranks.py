@@ -41,7 +41,7 @@ class Ranks:
     experts."""
     world: RankGroup
     pipelines: tuple[tuple[int, ...], ...]  # the global ranks of every pipeline of the mesh, including this one
-    groups: Mapping[MeshAxis, RankGroup]  # by axis of the mesh, in the order of ranks
+    groups: Mapping[MeshAxis, RankGroup]  # axis -> its group, in the order of ranks
 
     @classmethod
     def of(cls, mesh: DeviceMesh | None = None) -> Self:
@@ -69,7 +69,8 @@ class Ranks:
             copies = groups[DATA]
         else:
             copies = _joined(_lines(mesh, [axis.name for axis in alike]))
-        experts, expert_copies = RankGroup(), copies
+        experts = RankGroup()
+        expert_copies = copies
         if (size := num_expert_ranks(mesh)) > 1:
             every = _lines(mesh, [axis.name for axis in alike])
             experts = _joined([line[a : a + size] for line in every for a in range(0, len(line), size)])

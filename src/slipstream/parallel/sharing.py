@@ -96,7 +96,7 @@ class SharedStages:
 def check_sharing(
     config: PretrainedConfig, degrees: Degrees, parallel: Parallelism, adapter: Adapter | None = None
 ) -> None:
-    """Checks that so many ranks can share a model's layers, its experts and its slices. Not collective.
+    """Checks that a model's layers, experts and slices can be shared by the given numbers of ranks. Not collective.
 
     Raises SlipstreamError, the same on every rank, where they can't.
     """
@@ -124,8 +124,8 @@ class PossibleRanks(NamedTuple):
     """The numbers of ranks that can share a model's layers, slices or experts."""
 
     numbers: tuple[int, ...]
-    refusal: str = ""  # why there is only 1
-    besides: str = ""  # what else is possible
+    refusal: str = ""  # reason for only one number, 1
+    besides: str = ""  # further possible numbers
 
     def __str__(self) -> str:
         if self.refusal:
@@ -135,7 +135,8 @@ class PossibleRanks(NamedTuple):
 
 def possible_sharing(config: PretrainedConfig, anatomy: ModelAnatomy) -> dict[str, PossibleRanks]:
     """Returns how many ranks can share a model's work, by the names of `Degrees`. Not collective."""
-    text, model = config.get_text_config(), meta_model(config)
+    text = config.get_text_config()
+    model = meta_model(config)
     heads = 2 if getattr(text, "is_heterogeneous", False) else getattr(text, "num_attention_heads", 2)  # layers differ
     divisors = [ranks for ranks in range(2, min(heads, _MOST_RANKS) + 1) if heads % ranks == 0]
     experts = num_experts_of(model)
@@ -155,7 +156,8 @@ def possible_sharing(config: PretrainedConfig, anatomy: ModelAnatomy) -> dict[st
 
 def _possible(numbers: Iterable[int], check: Callable[[int], object]) -> PossibleRanks:
     """Returns 1 and the numbers that the check lets pass, and why there is only 1."""
-    possible, reason = [1], ""
+    possible = [1]
+    reason = ""
     for count in numbers:
         try:
             check(count)
@@ -198,14 +200,17 @@ def _slices_problem(config: PretrainedConfig, degrees: Degrees, kind: str) -> st
         if kind == "heads" and isinstance(heads, int):
             check_heads(heads // degrees.tensor, degrees.context, degrees.tensor)
         with torch.no_grad(), full_precision():
-            model, cuts = toy_model(config), TokenCuts((0, 5, 12), (0, 12))
+            model = toy_model(config)
+            cuts = TokenCuts((0, 5, 12), (0, 12))
             anatomy = anatomy_of_size(find_anatomy(config), model.config)
-            owned, alone = LayerRange(0, len(anatomy.layers_of(model))), partial(SliceExchange, RankGroup())
+            owned = LayerRange(0, len(anatomy.layers_of(model)))
+            alone = partial(SliceExchange, RankGroup())
             stage = CausalLMStage(model, anatomy, owned, torch.device("cpu"), exchange=alone)
             store = ContextStore(cuts.length)
             for piece in cuts.token_slices(toy_tokens(config, cuts.length)):
                 stage.compute(piece, (), store)
-    except Exception as error:  # or the model's own code
+    # The only such parameter is the bias of a row.
+    except Exception as error:
         reason = str(error) if isinstance(error, SlipstreamError) else toy_failure(config, error)
         return reason.removesuffix(".")
     return ""
@@ -235,7 +240,8 @@ def check_tensor_parallel(
     try:
         with torch.random.fork_rng(devices=[]), full_precision():
             wrong = _first_wrong(config, given_plan, group, sequence, cuts_experts)
-    except (SlipstreamError, RankFailedError):  # a rank that has ended says nothing about the model
+    # A rank that has ended says nothing about the model.
+    except (SlipstreamError, RankFailedError):
         raise
     except Exception as error:  # the model's own code
         raise _refusal(config, group, f"a toy of it fails ({type(error).__name__}: {error})") from error
@@ -249,9 +255,11 @@ def _first_wrong(
 ) -> str | None:
     device = torch.device("cuda", torch.cuda.current_device()) if group.uses_nccl else torch.device("cpu")
     whole = reference_model(_toy_config(config, group.size))
-    perturb_parameters(whole)  # so that a bias that is counted twice shows
+    # Biases that begin as zero would hide one that is counted twice.
+    perturb_parameters(whole)
     whole.to(device)
-    inputs = toy_tokens(config)[:, :-1].to(device)  # an odd number of tokens, so that some are padded
+    # An odd number of tokens needs padding on some ranks.
+    inputs = toy_tokens(config)[:, :-1].to(device)
     labels = inputs.masked_fill(torch.arange(inputs.shape[1], device=device) % 7 == 3, IGNORED)
     anatomy = find_anatomy(config)
     shared = copy.deepcopy(whole)
@@ -278,7 +286,8 @@ def _step(model: PreTrainedModel, inputs: Tensor, labels: Tensor, loss_function:
 def _first_wrong_gradient(whole: PreTrainedModel, shared: PreTrainedModel, parallel: TensorParallel) -> str | None:
     expected = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
     floor = 1e-6 * max(gradient.abs().max() for gradient in expected.values())
-    errors, parameters = {}, dict(shared.named_parameters())
+    errors = {}
+    parameters = dict(shared.named_parameters())
     for name, gradient in expected.items():
         mine = parameters[name].grad
         total = torch.zeros_like(parameters[name]) if mine is None else mine

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 RENDEZVOUS_SECONDS = "SLIPSTREAM_RENDEZVOUS_SECONDS"
 """The environment's variable with the seconds that a rank waits for the others."""
 _DEFAULT_SECONDS, _CONNECT_SECONDS = 120.0, 10.0
-_SECONDS_FOR_AN_ANSWER = 2.0  # after the store's own limit, which it mostly keeps
+# The store mostly keeps its own limit, so an answer is overdue this long after it.
+_SECONDS_FOR_AN_ANSWER = 2.0
 
 
 def describe_held_port(rank: int, place: str, reason: str) -> str:

@@ -61,12 +61,13 @@ class ShardedParameters:
             _check_can_be_sharded(model)
         self._models = {stage: model for stage, (model, _) in stages.items()}
         self._copies = {name: copies_of(name) for name, _ in self._named()}
-        self._dtypes = {name: parameter.dtype for name, parameter in self._named()}  # in which they compute
+        self._dtypes = {name: parameter.dtype for name, parameter in self._named()}  # dtypes for computing
         policy = MixedPrecisionPolicy() if dtype is None else _computing_in(self._named(), dtype)
         meshes = {ranks: _mesh_of(ranks, self._named()[0][1].device) for ranks in dict.fromkeys(self._copies.values())}
         of_parameter = {id(parameter): meshes[self._copies[name]] for name, parameter in self._named()}
         self._modules = {stage: _shard(*modules, of_parameter, policy, dtype) for stage, modules in stages.items()}
-        named = self._named()  # which are others now
+        # Sharding has replaced the parameters.
+        named = self._named()
         self._shapes = {name: parameter.shape for name, parameter in named}
         self._trained = {name for name, parameter in named if parameter.requires_grad}
         self._masters = {name: master for name, parameter in named if (master := _rows_of(parameter)).numel()}
@@ -76,7 +77,7 @@ class ShardedParameters:
         self.gather()
         for name, parameter in self._named():
             if name in self._trained:
-                parameter.grad_dtype = dtype or parameter.dtype  # in which every slice's gradient is added
+                parameter.grad_dtype = dtype or parameter.dtype  # dtype of the sum over slices
         self.publish()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -247,7 +248,8 @@ def _reshard(modules: Sequence[FSDPModule]) -> None:
         module.reshard()
     for module in modules:
         left = [name for name, p in cast(nn.Module, module).named_parameters() if not isinstance(p, DTensor)]
-        if left:  # the next step would compute with weights from before the optimizer's step
+        # The next step would compute with weights from before the optimizer's step.
+        if left:
             raise RuntimeError(f"{left[0]} is still whole: a forward that failed has left FSDP2 in the middle of it")
 
 

@@ -32,7 +32,7 @@ from slipstream.parallel.parameter_share import part_length
 from slipstream.parallel.rank_group import RankGroup, copied, sum_over_ranks
 from slipstream.parallel.tensor.plan import COLUMNS, ROWS, TensorRegion, TensorStyle
 
-TOKENS = 1  # the dimension: hidden states are (b, T, features)
+TOKENS = 1  # dim of the tokens in hidden states (b, T, features)
 
 
 class RegionHooks:
@@ -42,13 +42,17 @@ class RegionHooks:
     def __init__(
         self, region: TensorRegion, group: RankGroup, spread: bool, length: Callable[[], int], whose: ReplicationTracker
     ) -> None:
-        self._region, self._group, self._length, self._whose = region, group, length, whose
+        self._region = region
+        self._group = group
+        self._length = length
+        self._whose = whose
         self._spreads = spread
-        self._scatters = spread and region.is_direct  # at its row, as nothing inside needs the whole sum
+        # The output is scattered at once, as nothing inside the region needs the whole sum.
+        self._scatters = spread and region.is_direct
         has_columns = any(style in COLUMNS for style in region.styles.values())
         self._gathers = spread and (has_columns or not region.is_direct)
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}  # id of a tensor -> the tensor and f of it, in this forward
-        self._biases: dict[nn.Module, nn.Parameter] = {}  # of the rows that are running without
+        self._biases: dict[nn.Module, nn.Parameter] = {}  # biases of row-parallel modules that are running without them
 
     def install(self, modules: dict[str, nn.Module]) -> None:
         """Installs the hooks on the modules of a model, given by name, whose weights are already this rank's share."""
@@ -143,7 +147,8 @@ class RegionHooks:
         """Applies g to the output of a row or of experts: returns the sum of the ranks' parts, or this rank's tokens of
         it. A row's bias is added after it, once. `output` is None where the forward raised."""
         bias = None
-        for inner in inner_modules(module):  # the last is the one that ran
+        # The last of these modules is the one that ran.
+        for inner in inner_modules(module):
             bias = self._biases.pop(inner, None)
             if bias is not None:
                 inner._parameters["bias"] = bias
@@ -258,7 +263,9 @@ class ReplicationTracker:
     """
 
     def __init__(self, enter: Callable[[], None], leave: Callable[[], None], is_own: bool) -> None:
-        self._enter, self._leave, self._is_own = enter, leave, is_own
+        self._enter = enter
+        self._leave = leave
+        self._is_own = is_own
 
     @property
     def is_own(self) -> bool:

@@ -30,11 +30,11 @@ from slipstream.parallel.parameter_share import ParameterCut
 class TensorStyle(Enum):
     """The way a module is spread, by transformers' names."""
 
-    COLUMN = "colwise"  # f before it; each rank has different output features
-    PACKED_COLUMN = "packed_colwise"  # the same for several matrices in one weight
-    GATHERED_COLUMN = "colwise_gather_output"  # the same, and its output is gathered
-    ROW = "rowwise"  # each rank has different input features; g after it
-    SPLIT_ROW = "rowwise_split_input"  # the same, with an input that all ranks have and that is split first
+    COLUMN = "colwise"  # f before it; different output features on each rank
+    PACKED_COLUMN = "packed_colwise"  # COLUMN, for several matrices in one weight
+    GATHERED_COLUMN = "colwise_gather_output"  # COLUMN, with its output gathered
+    ROW = "rowwise"  # g after it; different input features on each rank
+    SPLIT_ROW = "rowwise_split_input"  # ROW, with an input that all ranks have and split first
     EXPERTS = "moe_tp_experts"  # f before all experts together, g after them
     PER_HEAD = "replicated_with_grad_allreduce"  # whole, but each rank applies it to different heads
 
@@ -61,8 +61,10 @@ def cut_linear(
         heads.check(name.rpartition(".")[0], tensor_ranks)
     by_rows = style in ROWS
     shape = tuple(module.weight.shape)
-    dim = int(by_rows != isinstance(module, Conv1D))  # Conv1D keeps its weight transposed
-    size, num_parts = shape[dim], tensor_ranks
+    # Conv1D keeps its weight transposed.
+    dim = int(by_rows != isinstance(module, Conv1D))
+    size = shape[dim]
+    num_parts = tensor_ranks
     matrices: tuple[int, ...] = (size,)
     if style is TensorStyle.PACKED_COLUMN:
         matrices = _packed(name, size, heads, tensor_ranks)
@@ -167,7 +169,7 @@ _STYLES = {style.value: style for style in TensorStyle} | {
     "rowwise_rep": TensorStyle.SPLIT_ROW,
 }
 _VOCABULARY_STYLES = {"embedding_rowwise", "colwise", "colwise_gather_output", "colwise_rep"}
-_OWN_PLANS = {  # for models without one in transformers
+_OWN_PLANS = {  # plans of models without one in transformers
     "gpt2": {
         "h.*.attn.c_attn": "packed_colwise",
         "h.*.attn.c_proj": "rowwise",
@@ -182,8 +184,9 @@ class TensorRegion:
     """A layer's child that contains cut modules. Its input and output are whole."""
 
     name: str  # "model.layers.0.mlp"
-    styles: Mapping[str, TensorStyle]  # of the modules in it, by their names in the model
-    is_direct: bool  # from its input only to columns, and to its output only from a row: nothing else has parameters
+    styles: Mapping[str, TensorStyle]  # style of each module in the region, by name in the model
+    # True if the input goes only to columns and the output comes only from a row, with no other parameters.
+    is_direct: bool
 
 
 @dataclass(frozen=True)
@@ -196,16 +199,17 @@ class TensorPlan:
     head: str  # "lm_head"
     after_layers: tuple[str, ...]  # modules between the layers and the head, such as ("model.norm",)
     regions: tuple[TensorRegion, ...]
-    shapes: Mapping[str, tuple[int, ...]]  # of every whole parameter, tied names included
-    cuts: Mapping[str, ParameterCut]  # of the parameters that are cut
-    partial: frozenset[str]  # whole parameters of whose gradients each rank has a part, such as that of its heads
-    attributes: Mapping[str, Mapping[str, int]]  # sizes on a rank, by module, where its code reads them
+    shapes: Mapping[str, tuple[int, ...]]  # shape of every whole parameter, tied names included
+    cuts: Mapping[str, ParameterCut]  # cuts of parameters that aren't whole
+    partial: frozenset[str]  # whole parameters with only a part of their gradient on each rank, such as its heads'
+    attributes: Mapping[str, Mapping[str, int]]  # module -> sizes on a rank of the attributes that its code reads
 
     def is_spread(self, name: str) -> bool:
         """Returns whether sequence parallelism applies this whole parameter to different tokens on each rank."""
         region = next((region for region in self.regions if name.startswith(f"{region.name}.")), None)
         if region is not None:
-            return region.is_direct and name not in self.cuts and name not in self.partial  # that is a row's bias
+            # The only such parameter is the bias of a row.
+            return region.is_direct and name not in self.cuts and name not in self.partial
         return name.startswith(tuple(f"{part}." for part in (self.layers, *self.after_layers)))
 
 
@@ -330,14 +334,17 @@ def _cut(
 ) -> tuple[dict[str, ParameterCut], dict[str, Mapping[str, int]]]:
     """Returns the cuts of one module's parameters, and the attributes to change in the module around it, or in
     itself."""
-    parent, style = name.rpartition(".")[0], styles[name]
+    parent = name.rpartition(".")[0]
+    style = styles[name]
     if style is TensorStyle.PER_HEAD or styles.get(parent) is TensorStyle.EXPERTS:
-        return {}, {}  # whole; a parameter of experts, which are cut together
+        # The parameter is whole, or the experts' parameters are cut together.
+        return {}, {}
     module, around = model.get_submodule(name), model.get_submodule(parent)
     if style is TensorStyle.EXPERTS:
         cuts, sizes = cut_experts(module, name, styles, tensor_ranks)
         return cuts, {name: sizes}
-    keeps_heads = style in (TensorStyle.GATHERED_COLUMN, TensorStyle.SPLIT_ROW)  # the code around uses all of them
+    # The code around these uses all heads.
+    keeps_heads = style in (TensorStyle.GATHERED_COLUMN, TensorStyle.SPLIT_ROW)
     heads = AttentionHeads.of(around, config) if is_attention(around) and not keeps_heads else None
     cuts = cut_linear(module, name, style, tensor_ranks, heads)
     return cuts, {} if heads is None else {parent: heads.attributes(around, tensor_ranks)}
@@ -430,7 +437,8 @@ class AttentionHeads:
     def attributes(self, attention: nn.Module, tensor_ranks: int) -> dict[str, int]:
         """Returns those sizes that `attention` keeps as attributes and that differ on a rank, with their values
         there."""
-        whole, local = self._attributes(), self.local(tensor_ranks)._attributes()
+        whole = self._attributes()
+        local = self.local(tensor_ranks)._attributes()
         known = [name for name in whole if vars(attention).get(name) == whole[name]]
         return {name: local[name] for name in known if local[name] != whole[name]}
 
@@ -463,7 +471,9 @@ def adapted_plan(plan: TensorPlan, adapted: nn.Module) -> TensorPlan:
     for name, module in adapted.named_modules():
         if is_wrapper(module):
             _check(plan, name, module, name in rows)
-    shapes, cuts, partial = {}, {}, set[str]()
+    shapes = {}
+    cuts = {}
+    partial = set[str]()
     for name, parameter in adapted.named_parameters(remove_duplicate=False):
         shapes[name], parsed = tuple(parameter.shape), parse_name(name)
         cut = _factor_cut(plan, parsed, shapes[name], parsed.layer in rows)

@@ -54,7 +54,9 @@ class TensorParallel:
                 f"sequence parallelism needs one norm between the layers and the head, and here run "
                 f"{', '.join(plan.after_layers)}. Turn it off for this model."
             )
-        self.plan, self.group, self.sequence = plan, group, sequence
+        self.plan = plan
+        self.group = group
+        self.sequence = sequence
         self._length = 0
 
     @property
@@ -119,7 +121,8 @@ class TensorParallel:
         They are all ranks where a whole parameter is applied to different heads or tokens on each rank, and else those
         that have the same key and value heads.
         """
-        cut, ranks = self.plan.cuts.get(name), tuple[int, ...]()
+        cut = self.plan.cuts.get(name)
+        ranks = tuple[int, ...]()
         if cut is not None:
             ranks = cut.holders(self.group.rank, self.group.size)
         elif name in self.plan.partial or (self.sequence and self.plan.is_spread(name)):
@@ -208,7 +211,7 @@ def gather_vocabulary(logits: Tensor, group: RankGroup, num_ids: int) -> Tensor:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Of each token log(sum_v exp(logit_v)) - logit_target."""
+    """Computes log(sum_v exp(logit_v)) - logit_target for each token."""
 
     @staticmethod
     def forward(
@@ -248,7 +251,7 @@ class VocabularyEmbedding:
         self._group = group
         self._first_id = first_id
         self._is_read = is_read
-        self._num_ids = 0  # that are here
+        self._num_ids = 0  # number of ids on this rank
         self._is_elsewhere: Tensor | None = None  # (b, T), set between the two hooks
 
     def install(self, module: nn.Module) -> None:
@@ -273,5 +276,6 @@ class VocabularyEmbedding:
 
     def _after(self, _module: nn.Module, _args: Any, output: Tensor) -> Tensor:
         assert self._is_elsewhere is not None
-        rows, self._is_elsewhere = output.masked_fill(self._is_elsewhere[..., None], 0), None
+        rows = output.masked_fill(self._is_elsewhere[..., None], 0)
+        self._is_elsewhere = None
         return sum_over_ranks(rows, self._group) if self._is_read else rows
