@@ -15,19 +15,20 @@ from slipstream.model import Tensors, TensorSpec, torch_dtype
 from slipstream.number_format import FORMATS
 from slipstream.schedule import Action, Op
 
-_BLOCK = 16  # int64 words that a header is a multiple of: op, stage, microbatch, slice, number of tensors; then of each
-# of them dtype, number of dimensions, shape; padding
-HEADER_BYTES = 8 * _BLOCK  # of a message of one tensor
-_ALIGNMENT = 16  # bytes that every tensor of a message begins at a multiple of
+# A header is a multiple of this many int64 words: op, stage, microbatch, slice and number of tensors; dtype, number of
+# dimensions and shape of each tensor; padding.
+_BLOCK = 16
+HEADER_BYTES = 8 * _BLOCK  # bytes of the header of a message with one tensor
+_ALIGNMENT = 16  # every tensor of a message starts at a multiple of these bytes
 _DTYPES = (
     *map(torch_dtype, FORMATS),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128),
 )
 _OPS = tuple(Op)
-_NEVER_COPIED = -1  # in place of an op
+_NEVER_COPIED = -1  # code in the op's place for a buffer that no message was copied to
 _Came = tuple[Action, list[tuple[torch.Size, torch.dtype]]]
 
-Message = Action  # the SEND, on both ends
+Message = Action  # the message's SEND, on both ends
 
 
 class TransportError(RankFailedError):
@@ -53,7 +54,8 @@ def pack(message: Message, tensors: Tensors, buffer: Tensor) -> None:
 def write_header(message: Message, tensors: Tensors, buffer: Tensor) -> None:
     """Writes the message's description to the beginning of the buffer."""
     header = header_of(message, tensors)
-    if buffer.is_cuda:  # or the host would wait until the GPU has computed all that came before
+    # A copy from pageable memory would wait for everything queued on the GPU.
+    if buffer.is_cuda:
         header = header.pin_memory()
     buffer[: 8 * len(header)].view(torch.int64).copy_(header, non_blocking=True)
 
@@ -78,7 +80,8 @@ def unpack(specs: Sequence[TensorSpec], buffer: Tensor) -> Tensors:
 
 def _places(specs: Sequence[TensorSpec]) -> list[slice]:
     """Returns where the bytes of each tensor lie in a message's buffer."""
-    places, end = [], header_bytes(specs)
+    places = []
+    end = header_bytes(specs)
     for spec in specs:
         begin = -(-end // _ALIGNMENT) * _ALIGNMENT
         end = begin + spec.num_bytes

@@ -58,11 +58,14 @@ class StagedTransport(DistributedTransport):
         self, windows: dict[Channel, int], device: torch.device, ranks: Ranks, skips: Sequence[Channel] = ()
     ) -> None:
         """Collective, as that of DistributedTransport."""
-        device = torch.empty(0, device=device).device  # with its number, which the thread needs
+        # The thread needs the device with its number.
+        device = torch.empty(0, device=device).device
         super().__init__(windows, device, ranks, skips)
-        self._outward, self._inward = CopyStream(device), CopyStream(device)
-        self._hosts, self._here = buffers_beside(device), buffers_on(device)
-        self._failure = ""  # of the GPU, as the thread has seen it
+        self._outward = CopyStream(device)
+        self._inward = CopyStream(device)
+        self._hosts = buffers_beside(device)
+        self._here = buffers_on(device)
+        self._failure = ""  # a failure on the GPU, noted by the thread
         self._sender = ThreadPoolExecutor(1, "sender", partial(_enter_thread, device))
 
     def release_groups(self) -> None:
@@ -86,7 +89,8 @@ class StagedTransport(DistributedTransport):
     def _post_send(self, channel: Channel, message: Message, tensors: Tensors, buffer: Tensor) -> PendingWork:
         """Packs the message on the GPU, so that its tensors may change, and leaves it to the thread."""
         begin = header_bytes([TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors])
-        here, _ = self._here.take(buffer.numel())  # its last use comes before on the same stream
+        # The buffer's last use comes earlier on the same stream.
+        here, _ = self._here.take(buffer.numel())
         write_header(message, tensors, buffer)
         write_tensors(tensors, here)
         copied = self._outward.copy(buffer[begin:], here[begin:], now_on(self._device))
@@ -108,7 +112,8 @@ class StagedTransport(DistributedTransport):
         try:
             return super()._arrived(message)
         except TransportError as error:
-            if self._failure:  # which has ended the rank that this one waited for
+            # That failure has ended the rank for which this one waited.
+            if self._failure:
                 raise TransportError(f"a message could not be copied from this rank's GPU: {self._failure}") from error
             raise
 
@@ -123,7 +128,8 @@ class StagedSend:
     """A send of a thread."""
 
     def __init__(self, posted: Future[PendingWork], done: Callable[[], None]) -> None:
-        self._posted, self._done = posted, done
+        self._posted = posted
+        self._done = done
 
     def wait(self) -> None:
         """Waits until the message is sent; raises the thread's error."""
@@ -136,7 +142,7 @@ def _enter_thread(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
-Moment = torch.cuda.Event | None  # of a stream, which others can wait for; None where it has passed
+Moment = torch.cuda.Event | None  # an event of a stream to wait for; None: already passed
 
 
 class CopyStream:
@@ -162,9 +168,11 @@ class BufferPool:
     """Buffers by size, each with the moment after which it may be written to."""
 
     def __init__(self, make: Callable[[int], tuple[Tensor, Moment]], is_waited_for: bool) -> None:
-        """`make` returns a new buffer of so many bytes. Where buffers can't be waited for, `take` gives those that may
+        """`make` returns a new buffer of the given number of bytes. Where buffers can't be waited for, `take` gives
+        those that may
         be written to at once."""
-        self._make, self._is_waited_for = make, is_waited_for
+        self._make = make
+        self._is_waited_for = is_waited_for
         self._free: defaultdict[int, deque[tuple[Tensor, Moment]]] = defaultdict(deque)
 
     def take(self, size: int) -> tuple[Tensor, Moment]:

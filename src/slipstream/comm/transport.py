@@ -116,7 +116,8 @@ class LocalTransport(Transport):
             for tensor, spec in zip(tensors, specs, strict=False):
                 fits = fits and (tensor.shape, tensor.dtype) == (spec.shape, spec.dtype)
             if not fits:
-                check_header(header_of(sent_message, tensors), message, specs)  # raises, and says how they differ
+                # Raises an error that says how they differ.
+                check_header(header_of(sent_message, tensors), message, specs)
             self._arrived[message] = tensors
 
 
@@ -138,12 +139,15 @@ class DistributedTransport(Transport):
     ) -> None:
         """Collective: every rank passes the same channels, each but the skips, which are in one order, with its window
         of sends."""
-        self._device, self._windows = device, windows
+        self._device = device
+        self._windows = windows
         self._global_ranks = ranks.pipeline.global_ranks
-        channels = (*sorted(windows), *skips)  # in the same order on every rank
+        # All ranks connect the channels in the same order.
+        channels = (*sorted(windows), *skips)
         self._groups = {channel: ranks.connect([channel.source, channel.destination]) for channel in channels}
         self._pool: defaultdict[int, list[Tensor]] = defaultdict(list)
-        self._posted: dict[Message, tuple[dist.Work, Tensor, Sequence[TensorSpec]]] = {}  # with the buffer
+        # Receives in progress: work, buffer, specs.
+        self._posted: dict[Message, tuple[dist.Work, Tensor, Sequence[TensorSpec]]] = {}
         self._held: dict[Message, Tensor] = {}
         self._sends: defaultdict[Channel, deque[tuple[Message, PendingWork, Tensor]]] = defaultdict(deque)
         self._agree: Callable[[], object] = _nothing
@@ -160,7 +164,8 @@ class DistributedTransport(Transport):
         """
         zero = torch.zeros(1, device=self._device)
         for channel in channels:
-            ends, me = [self._global_ranks[rank] for rank in (channel.source, channel.destination)], dist.get_rank()
+            ends = [self._global_ranks[rank] for rank in (channel.source, channel.destination)]
+            me = dist.get_rank()
             if me in ends:
                 exchange = dist.send if me == ends[0] else dist.recv
                 exchange(zero, ends[me == ends[0]], group=self._groups[channel])
@@ -170,7 +175,8 @@ class DistributedTransport(Transport):
 
     def begin(self, agree: Callable[[], object]) -> None:
         self._agree = agree
-        self.bytes_sent = 0  # messages to other processes can't be called back: after a failed step all must restart
+        # Messages to other processes can't be called back: after a failed step all ranks must restart.
+        self.bytes_sent = 0
 
     def expect(self, schedule: Schedule) -> None:
         self._windows = send_windows(schedule)
@@ -206,7 +212,8 @@ class DistributedTransport(Transport):
     def post_receive(self, channel: Channel, message: Message, specs: Sequence[TensorSpec]) -> None:
         self._agree_first()
         buffer = self._take(specs)
-        source, group = self._global_ranks[channel.source], self._groups[channel]
+        source = self._global_ranks[channel.source]
+        group = self._groups[channel]
         with _explained(f"{message} did not arrive"):
             work = dist.irecv(buffer, source, group=group)
         assert work is not None
@@ -217,7 +224,8 @@ class DistributedTransport(Transport):
         header = header_in(buffer)
         if self._device.type == "cpu":
             check_header(header, message, specs)
-        else:  # reading it here would stall the stream: kept until the end of the step
+        # Reading the header here would stall the stream, so it is kept until the end of the step.
+        else:
             self._unchecked.append((header[: header_bytes(specs) // 8].clone(), message, specs))
         self._held[message] = buffer
         return unpack(specs, buffer)
@@ -279,8 +287,9 @@ class ScatterGather(Transport):
     """
 
     def __init__(self, parts: Transport, tensor: RankGroup) -> None:
-        self._parts, self._tensor = parts, tensor
-        self._specs: dict[Message, Sequence[TensorSpec]] = {}  # of messages that are posted
+        self._parts = parts
+        self._tensor = tensor
+        self._specs: dict[Message, Sequence[TensorSpec]] = {}  # specs of posted messages
 
     def begin(self, agree: Callable[[], object]) -> None:
         self.bytes_sent = 0
