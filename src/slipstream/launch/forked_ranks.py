@@ -28,7 +28,7 @@ from slipstream.watchdog import exit_text, wait_for_an_end
 
 _FORK: Any = multiprocessing.get_context("fork")
 _ANSWERED_BY_THE_LAUNCHER = {signal.SIGINT, *STOP_SIGNALS}
-_SECONDS_TO_LOOK = 1.0  # for the launcher, whose end is seen at once as a rule
+_SECONDS_TO_LOOK = 1.0  # longest interval between looks for the launcher, whose end is usually seen at once
 _SECONDS_TO_END = 3.0
 _PR_SET_PDEATHSIG = 1
 # mallopt's names of the settings of MALLOC, which no environment variable can change in a running process. A
@@ -96,7 +96,7 @@ class ForkServer:
 
     @property
     def ending(self) -> str:
-        """How the server has ended, as the beginning of a sentence; "" while it runs."""
+        """The end of the server, as the beginning of a sentence; "" while it runs."""
         if not self._has_ended:
             return ""
         self._process.join(_SECONDS_TO_END)
@@ -138,12 +138,16 @@ def _serve(connection: Connection, other_end: Connection, launcher: int) -> None
     import torch
 
     other_end.close()
-    _signal_at_the_end_of(launcher, signal.SIGCONT)  # also a server that is stopped then ends
-    os.setsid()  # away from the terminal, whose Ctrl-C is the launcher's to answer
-    gc.freeze()  # or the first collection in a rank would copy all that was imported
+    # SIGCONT also wakes a stopped server, which then ends.
+    _signal_at_the_end_of(launcher, signal.SIGCONT)
+    # The launcher answers the terminal's Ctrl-C, so this process leaves the terminal.
+    os.setsid()
+    # Otherwise the first collection in a rank would copy everything that was imported.
+    gc.freeze()
     connection.send(not torch.cuda._is_in_bad_fork())
     running: list[Any] = []
-    with suppress(EOFError, ConnectionError):  # as the launcher may end at any moment
+    # The launcher may end at any moment.
+    with suppress(EOFError, ConnectionError):
         while os.getppid() == launcher:
             if connection.poll():
                 module, arguments, environments = connection.recv()
@@ -165,7 +169,8 @@ def _serve(connection: Connection, other_end: Connection, launcher: int) -> None
         rank.kill()
     for rank in running:
         rank.join(_SECONDS_TO_END)
-    os._exit(0)  # or multiprocessing would wait for ranks that are yet to die
+    # multiprocessing would wait for ranks that are yet to die.
+    os._exit(0)
 
 
 def _run(module: str, arguments: list[str], environment: dict[str, str], connection: Connection, server: int) -> None:
@@ -179,7 +184,8 @@ def _run(module: str, arguments: list[str], environment: dict[str, str], connect
     for signal_number in STOP_SIGNALS:
         signal.signal(signal_number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _ANSWERED_BY_THE_LAUNCHER)
-    defaults = environment.keys() - os.environ.keys()  # the others were set when this process began
+    # The other variables were set when this process began.
+    defaults = environment.keys() - os.environ.keys()
     for name in defaults & _MALLOPT.keys():
         ctypes.CDLL(None).mallopt(*_MALLOPT[name])
     if "OMP_NUM_THREADS" in defaults:

@@ -36,12 +36,12 @@ LocalRank = subprocess.Popen[bytes] | ForkedRank
 # glibc returns freed memory to the system and pages it in again at every step; with these settings it keeps it.
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD_": "8589934592", "MALLOC_TOP_PAD_": "67108864"}
 _PARENT = "SLIPSTREAM_PARENT"
-ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # as torchrun calls it
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun's variable
 _PR_SET_NAME = 15
 _PASSED_ON: dict[str, type[BaseException]] = {
     kind.__name__: kind for kind in (SlipstreamError, NonFiniteError, StoppedRunError)
 }
-_KINDS = {**_PASSED_ON, RankFailedError.__name__: RankFailedError}  # whose messages need no traceback
+_KINDS = {**_PASSED_ON, RankFailedError.__name__: RankFailedError}  # errors whose messages need no traceback
 # Linux ends a process at the death of its parent if that is asked for, at any moment of its life, its imports included.
 # A process's requests stay when it becomes another program.
 _ASK = f"""
@@ -55,10 +55,11 @@ _ENDS_WITH_PARENT = ["-I", "-S", "-c", _ASK] if sys.platform == "linux" else []
 # Waits for the end of the process that has the other end of its pipe; ranks that end a moment later may still write.
 _REMOVE = 'read -r _; rm -rf "$1" || { sleep 3; rm -rf "$1"; }'
 _LOOK_SECONDS = 1.0
-_BREATH_SECONDS = 0.01  # between the end of a forked rank and its server's message about it
-_SECONDS_TO_SAY = 3  # to name the awaited message, after another rank has failed
-_SECONDS_TO_END = 3  # between asking ranks to end and killing them
-_ENDED_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGBUS)  # which no program of ours sends to one rank alone
+_BREATH_SECONDS = 0.01  # time between the end of a forked rank and its server's message about it
+_SECONDS_TO_SAY = 3  # time to name the awaited message, after another rank has failed
+_SECONDS_TO_END = 3  # time between asking ranks to end and killing them
+# No program of ours sends these signals to a single rank.
+_ENDED_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGBUS)
 
 
 def has_launcher() -> bool:
@@ -106,7 +107,8 @@ def launch_ranks(
         _own_signals(),
     ):
         error_files = {rank: folder / f"error-{rank}.json" for rank in range(num_ranks)}
-        if server is not None and server.ending:  # it has died with the ranks that it had started before
+        # The server has died together with the ranks that it had started before.
+        if server is not None and server.ending:
             server = None
         parent = os.getpid() if server is None else server.pid
         environments = [
@@ -128,7 +130,8 @@ def launch_ranks(
             signal.signal(signal.SIGTSTP, lambda *_: _stop_with(ranks))
             ended = _wait(ranks, regrouping)
         finally:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not leave orphans
+            # A second Ctrl-C must not leave orphans.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
             _end(ranks, at_once=any(code < 0 and -code not in asked for code in ended.values()))
         del store
         if server is not None and server.ending:
@@ -211,7 +214,8 @@ def _own_signals() -> Iterator[None]:
     handlers = {name: signal.getsignal(name) for name in (*names, signal.SIGTSTP)}
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for name in names[1:]:
-        if name not in STOP_SIGNALS or handlers[name] is signal.SIG_DFL:  # else a request may end this by itself
+        # With a handler of its own, a request may end this process by itself.
+        if name not in STOP_SIGNALS or handlers[name] is signal.SIG_DFL:
             signal.signal(name, _exit_by)
     try:
         yield
@@ -241,7 +245,8 @@ def _exit_by(number: int, _frame: FrameType | None) -> None:
 def _pass_stop_signals_on(ranks: Sequence[LocalRank]) -> list[int]:
     """Sends requests to stop to the ranks, which save and end; returns the list of those that have come. The third one
     ends the ranks at once, as Ctrl-C does."""
-    came, requests = list[int](), RequestCount()
+    came = list[int]()
+    requests = RequestCount()
 
     def take(number: int, frame: FrameType | None) -> None:
         if not requests.take(number):
@@ -315,7 +320,8 @@ def _raise_first_cause(ended: dict[int, int], error_files: dict[int, Path], is_s
     silent = {rank: code for rank, code in ended.items() if code != 0 and rank not in errors}
     if silent:
         said = [error["message"] for _, error in sorted(errors.items()) if error["kind"] == RankFailedError.__name__]
-        for text in dict.fromkeys(said):  # the watchers of all say the same
+        # The watchers of all ranks say the same.
+        for text in dict.fromkeys(said):
             sys.stderr.write(f"{text}\n")
         rank, code = next(iter(silent.items()))
         how = exit_text(code) + (", perhaps because memory ran out" if code == -signal.SIGKILL and is_short else "")
@@ -326,7 +332,8 @@ def _raise_first_cause(ended: dict[int, int], error_files: dict[int, Path], is_s
         rank, error = min(errors.items(), key=lambda item: item[1]["time"])
         if error["kind"] in _PASSED_ON:
             raise _PASSED_ON[error["kind"]](error["message"])
-        if error["kind"] == RankFailedError.__name__:  # which names the ranks to blame
+        # This message names the ranks at fault.
+        if error["kind"] == RankFailedError.__name__:
             raise RankFailedError(f"{error['message']}\nthe ranks were stopped. {error['message'].splitlines()[0]}")
         cause = error["message"].splitlines()[-1]
         raise RankFailedError(f"{error['message']}\nrank {rank} failed; the other ranks were stopped. {cause}")
@@ -344,7 +351,8 @@ def reported_to_the_launcher() -> Iterator[None]:
         yield
         return
     threading.Thread(target=end_with, args=(int(parent),), daemon=True).start()
-    if sys.platform == "linux":  # for `top` and `ps -o comm`: ranks that are forked have the launcher's command line
+    # `top` and `ps -o comm` show this name; forked ranks have the launcher's command line.
+    if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_NAME, f"rank {os.environ['RANK']}".encode())
     try:
         yield
@@ -356,7 +364,8 @@ def reported_to_the_launcher() -> Iterator[None]:
         with replaced_file(Path(os.environ[ERROR_FILE])) as part:
             part.write_text(json.dumps(report))
         sys.stdout.flush()
-        os._exit(1)  # a clean exit could wait for a neighbour that is gone
+        # A clean exit could wait for a neighbour that is gone.
+        os._exit(1)
 
 
 def end_with(parent: int) -> None:
@@ -366,7 +375,8 @@ def end_with(parent: int) -> None:
     os._exit(1)
 
 
-_FIRST_PORT, _NUM_PORTS = 10_000, 20_000  # below the ports that systems choose by themselves
+# Systems choose ports above these by themselves.
+_FIRST_PORT, _NUM_PORTS = 10_000, 20_000
 
 
 def is_task(environment: Mapping[str, str]) -> bool:

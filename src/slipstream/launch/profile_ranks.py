@@ -48,7 +48,8 @@ def measure_profile(
         check_sharing(model_config, degrees, settings.parallel)
         if has_launcher():
             raise SlipstreamError("slipstream profile starts its own processes; run it without torchrun or srun.")
-        num_devices, num_processes = torch.cuda.device_count(), num_ranks * degrees.num_ranks
+        num_devices = torch.cuda.device_count()
+        num_processes = num_ranks * degrees.num_ranks
         if device == "cuda" and not num_devices:
             raise SlipstreamError("--device=cuda needs a CUDA device, but there is none; use --device=cpu")
         chosen = ("cuda" if num_devices else "cpu") if device == "auto" else device
@@ -72,7 +73,8 @@ def _measure_as_rank(folder: Path) -> None:
     from slipstream.terminal import make_console
 
     request = json.loads((folder / _REQUEST).read_text())
-    device, num_local = torch.device("cpu"), int(os.environ["LOCAL_WORLD_SIZE"])
+    device = torch.device("cpu")
+    num_local = int(os.environ["LOCAL_WORLD_SIZE"])
     if request["device"] == "cuda":
         device = gpu_of(int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
@@ -83,7 +85,8 @@ def _measure_as_rank(folder: Path) -> None:
         backends = "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
         dist.init_process_group(backends, timeout=NO_LIMIT, **connection)
         is_first = dist.get_rank() == 0
-        settings, degrees = ProfileSettings.from_json(request["settings"]), Degrees(*request["degrees"])
+        settings = ProfileSettings.from_json(request["settings"])
+        degrees = Degrees(*request["degrees"])
         pipeline = dist.get_world_size() // degrees.num_ranks
         sizes: dict[str, Any] = degrees.mesh
         ranks = Ranks.of(make_mesh(pp=pipeline, device_type=device.type, **sizes))

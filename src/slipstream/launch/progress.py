@@ -17,10 +17,11 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 _WITHOUT_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_LONGEST_SILENCE = 60.0  # seconds between lines where there is no terminal
+_LONGEST_SILENCE = 60.0  # seconds between lines without a terminal
 _NARROWEST_BAR, _WIDEST_BAR = 10, 30
-_SPEED_PERIOD = 3600.0  # seconds over which the time left is estimated: rich's 30 have no two steps of a minute each
-_TIME_WIDTH = 14  # of "1:23:45 left" and the space before it
+# The time left is estimated over these seconds: rich's 30 don't cover two steps of a minute each.
+_SPEED_PERIOD = 3600.0
+_TIME_WIDTH = 14  # columns of "1:23:45 left" and the space before it
 
 
 class Progress:
@@ -110,7 +111,9 @@ class Progress:
                 return Text.assemble(super().render(task), " left")
 
         columns = BarColumn(None), TextColumn("{task.fields[state]}"), TimeLeft()
-        said, latest, began = time.monotonic(), "", 0.0
+        said = time.monotonic()
+        latest = ""
+        began = 0.0
         with self._bars(*columns) as bars:
             task = bars.add_task("training", total=num_steps, completed=done, state="the first step is the slowest")
             if bars.disable:
@@ -122,7 +125,8 @@ class Progress:
             def show(step: int, figures: Sequence[str]) -> None:
                 nonlocal said, latest, began
                 now = time.monotonic()
-                began = began or now  # without the first step, which is the slowest
+                # The first step is the slowest, so the clock starts after it.
+                began = began or now
                 latest = f"step {step}/{num_steps}: {'  '.join(figures)}"
                 state = f"{step}/{num_steps}  {_as_many_as_fit(figures, self._room_beside(step, num_steps))}"
                 bars.update(task, completed=step, state=state)
@@ -132,7 +136,8 @@ class Progress:
                     self.say(latest + _time_left(step - done - 1, num_steps - step, now - began))
 
             yield show
-        if latest and (self._has_bars or not shows("info")):  # the bar is gone, or there was none
+        # The bar is gone, or the log level left the lines out.
+        if latest and (self._has_bars or not shows("info")):
             self.say_result(latest)
 
     def _room_beside(self, step: int, num_steps: int) -> int:

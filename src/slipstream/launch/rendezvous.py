@@ -46,12 +46,13 @@ class RendezvousPoint:
     world_size: int
     address: str
     port: int
-    keeps_store: bool  # torchrun's agent keeps it for its ranks; otherwise rank 0 does
-    outlives_starts: bool  # the agent's store, which has the keys of earlier starts
+    # True if torchrun's agent keeps the store for its ranks, else rank 0 keeps it.
+    keeps_store: bool
+    outlives_starts: bool  # True for the agent's store, which has the keys of earlier starts
     # Whether this node's agent has counted an earlier start.
     is_restart: bool
     seconds: float
-    is_one_machine: bool = False  # whether all ranks run here
+    is_one_machine: bool = False  # True if all ranks run here
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> RendezvousPoint:
@@ -61,7 +62,8 @@ class RendezvousPoint:
         is_restart = environment.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
         try:
             rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-            address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+            address = environment["MASTER_ADDR"]
+            port = int(environment["MASTER_PORT"])
             is_one_machine = environment.get("LOCAL_WORLD_SIZE") == environment["WORLD_SIZE"]
             keeps = rank == 0 and not outlives
             return cls(rank, world_size, address, port, keeps, outlives, is_restart, seconds, is_one_machine)
@@ -114,10 +116,10 @@ class ConnectedRanks:
 
     place: RendezvousPoint
     store: Store
-    hosts: Sequence[str] = ()  # the machine that each rank runs on
-    address: str = ""  # at which the others reach this rank
-    is_restart: bool = False  # whether a launcher has started some of them before
-    start: str = ""  # the name of this start, where the store has keys of earlier ones
+    hosts: Sequence[str] = ()  # each rank's machine
+    address: str = ""  # this rank's address for the others
+    is_restart: bool = False  # True if a launcher has started some of the ranks before
+    start: str = ""  # the name of this start, in a store with keys of earlier ones
 
     def __str__(self) -> str:
         return name_ranks(range(self.place.world_size), self.hosts)
@@ -207,7 +209,8 @@ class ConnectedRanks:
             return
         self.gather("known", None)
         self.store.set(f"gone/{self.place.rank}", "")
-        if self.place.keeps_store:  # it ends last, because the store ends with it
+        # This rank ends last, because the store ends with it.
+        if self.place.keeps_store:
             with suppress(RuntimeError):
                 self.store.wait([f"gone/{rank}" for rank in range(self.place.world_size)])
         raise SlipstreamError(problem)
@@ -218,7 +221,8 @@ class ConnectedRanks:
         yield
         if self.place.rank == 0 and num_used < self.place.world_size:
             self.store.set(_OVER, "")
-            if self.place.keeps_store:  # which ends with this process
+            # The store ends with this process.
+            if self.place.keeps_store:
                 keys = [f"{_OVER}/{rank}" for rank in range(num_used, self.place.world_size)]
                 with suppress(RuntimeError):
                     self.store.wait(keys, timedelta(seconds=_SECONDS_TO_LEAVE))
@@ -322,7 +326,8 @@ def _choose_address(mine: str, all_addresses: Sequence[str]) -> str:
     if chosen:
         return find_address(chosen.partition(",")[0]) or mine
     if len(set(all_addresses)) == 1:
-        mine = loopback_address()  # all are on this machine, and no other should reach them
+        # All ranks are on this machine, and no other should reach them.
+        mine = loopback_address()
     elif is_loopback(mine):
         mine = address_towards(next(address for address in all_addresses if not is_loopback(address)), port=9)
     interface = find_interface(mine)
@@ -333,7 +338,8 @@ def _choose_address(mine: str, all_addresses: Sequence[str]) -> str:
 
 def _try_connections(ranks: ConnectedRanks, address: str) -> list[str | None]:
     """Returns the problem of each rank with connecting to the next one directly, as gloo will, if it has any."""
-    place, problem = ranks.place, None
+    place = ranks.place
+    problem = None
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.create_server((address, 0), family=family) as listening:
         places = ranks.gather("listening", listening.getsockname()[:2])

@@ -58,7 +58,7 @@ class StopRequest:
     """
 
     def __init__(self) -> None:
-        self.name = ""  # of the signal that came; empty before
+        self.name = ""  # name of the signal; empty before one arrives
         self._has_begun = False
 
     def listen(self) -> None:
@@ -67,7 +67,8 @@ class StopRequest:
         os.set_blocking(writing, False)
         signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
         for signal_number in STOP_SIGNALS:
-            signal.signal(signal_number, lambda *_: None)  # the pipe gets those that have a handler
+            # Only signals with a handler are written to the pipe.
+            signal.signal(signal_number, lambda *_: None)
         threading.Thread(target=self._take, args=(reading,), name="stop requests", daemon=True).start()
 
     def begin(self) -> None:
@@ -91,7 +92,8 @@ class StopRequest:
 def _end_at_once(name: str) -> None:
     text = f"{name} ended the run before its first step; there is nothing new to save"
     end_watch(text)
-    if launched_error_file() is None:  # our launcher says it for all ranks
+    # Our launcher says it once for all ranks.
+    if launched_error_file() is None:
         sys.stderr.write(f"{text}\n")
         sys.stderr.flush()
     os._exit(StoppedRunError.exit_code)
@@ -124,7 +126,8 @@ def watched_run(
     """
     if limit != "off" and num_ranks > 1:
         hub = None
-        if rank == 0 and launched_error_file() is None:  # our launcher keeps the hub itself
+        # Our launcher keeps the hub itself.
+        if rank == 0 and launched_error_file() is None:
             hub, mine = open_hub(address)
             store.set(_KEY, json.dumps(vars(mine)))
         settings = WatchSettings(**json.loads(store.get(_KEY)))
