@@ -24,27 +24,27 @@ _PHASE_BYTES, _WAIT_BYTES = 96, 160
 
 
 class State(IntEnum):
-    """How far a rank's life has come, as it says itself: a dead one says RUNNING for ever."""
+    """The stage of a rank's life, by its own word: a dead rank says RUNNING for ever."""
 
     RUNNING, FINISHED, FAILED = range(3)
 
 
 class StallPolicy(IntEnum):
-    """How to judge a rank that makes no progress."""
+    """The way to judge a rank that makes no progress."""
 
-    ANY_LENGTH, COUNTED, LONG = range(3)  # not at all; as stalled; as stalled, but only after ten times the limit
+    ANY_LENGTH, COUNTED, LONG = range(3)  # unlimited; as stalled; as stalled, but only after ten times the limit
 
 
 class RankStatus(NamedTuple):
     """The status on a board at one look. The counter changes whenever the rank gets on."""
 
     counter: int
-    action: int  # its index in the rank's order; -1 between steps
+    action: int  # index in the rank's order; -1 between steps
     step: int
     policy: StallPolicy
     state: State
     phase: str
-    waits: str  # the collective or message that the rank waits for; empty where it doesn't
+    waits: str  # the awaited collective or message; empty outside of a wait
 
 
 def anonymous_file(name: str) -> int:
@@ -67,12 +67,12 @@ class Board:
         self._counter = 0
 
     def set_action(self, index: int) -> None:
-        """Says that the action at this index of the rank's order begins; -1: none does."""
+        """Notes that the action at this index of the rank's order begins; -1: no action."""
         _ACTION.pack_into(self._memory, _START, index)
         self._beat()
 
     def set_step(self, step: int) -> None:
-        """Says which step runs, from 1."""
+        """Notes the number of the running step, from 1."""
         _STEP.pack_into(self._memory, _START + 4, step)
         self._beat()
 

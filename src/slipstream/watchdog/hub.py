@@ -20,37 +20,40 @@ from slipstream.watchdog.wire import Line, wait_for
 
 _ASKING_SECONDS = 0.25
 _SECONDS_FOR_DETAILS = 0.8
-_SECONDS_TO_SETTLE = 0.3  # after a death: of several that come at once all are named
-_SECONDS_TO_LEAVE = 2.0  # that others have to take the verdict
-_SECONDS_TO_RETURN = 1.0  # for a rank whose lines were both closed, as by a proxy that was started again
-_SECONDS_TO_COME = 5.0  # for the watcher of a rank that has ended, which may just be starting
-_BREATH_SECONDS = 0.01  # between looks, so that a flood of messages leaves others the processor
-_MOST_STRANGERS = 256  # that haven't said who they are; a watcher does that at once
+_SECONDS_TO_SETTLE = 0.3  # time after a death to collect others that come at once
+_SECONDS_TO_LEAVE = 2.0  # time for others to take the verdict
+_SECONDS_TO_RETURN = 1.0  # time for a rank to come back after both its lines were closed, as by a restarted proxy
+_SECONDS_TO_COME = 5.0  # time for the watcher of a rank that has ended, possibly just starting
+_BREATH_SECONDS = 0.01  # pause between looks, which leaves the processor to others in a flood of messages
+_MOST_STRANGERS = 256  # connections that haven't introduced themselves yet, as a watcher does at once
 _SECONDS_TO_INTRODUCE = 10.0
 _MOST_BYTES_OF_A_STRANGER = 2**13
-_MOST_AT_ONCE = 64  # connections that one look takes
+_MOST_AT_ONCE = 64  # connections accepted per look
 
 
 class Hub:
     """Listens at `listening` for watchers and ranks that know the token, until its supervisor and they have gone."""
 
     def __init__(self, listening: socket.socket, token: str, supervisor: Line, memory: dict[str, Any] | None) -> None:
-        self._listening, self._token, self._supervisor, self._parent = listening, token, supervisor, os.getppid()
-        self._strangers: dict[Line, float] = {}  # and when they came
+        self._listening = listening
+        self._token = token
+        self._supervisor = supervisor
+        self._parent = os.getppid()
+        self._strangers: dict[Line, float] = {}  # stranger -> time of its arrival
         self._watchers: dict[int, Line] = {}
         self._ranks: dict[int, Line] = {}
-        self._closed: dict[int, float] = {}  # ranks that have closed their own line, and when both were closed
-        memory = memory or {"ranks": {}, "verdict": None}  # of the hub before this one
+        self._closed: dict[int, float] = {}  # ranks that closed their own line -> time at which both lines were closed
+        memory = memory or {"ranks": {}, "verdict": None}  # the memory of the hub before this one
         now = time.monotonic()
         self._reports = {int(rank): Report(came=now, **report) for rank, report in memory["ranks"].items()}
         self._verdict: dict[str, Any] | None = memory["verdict"]
         self._verdict_at = 0.0
         self._remembered: Any = None
-        self._num_ranks, self._limit, self._limit_setting = 0, None, ""  # which each of them says
-        self._paused_at = self._looked_at = now  # when a rank was last in a phase whose silence doesn't count
-        self._computed_at = self._looked_at  # when a rank last computed, whose silence isn't too long
+        self._num_ranks, self._limit, self._limit_setting = 0, None, ""  # as told by each rank
+        self._paused_at = self._looked_at = now  # last time of a rank in a phase whose silence doesn't count
+        self._computed_at = self._looked_at  # last time of a computing rank with a silence that isn't too long
         self._told_at = 0.0
-        self._finished: list[int] = []  # which the others were told of
+        self._finished: list[int] = []  # finished ranks that the others know of
         listening.setblocking(False)
 
     def run(self) -> None:
@@ -103,7 +106,8 @@ class Hub:
                     self._closed[rank] = now
         finished = sorted(rank for rank, report in self._reports.items() if report.ending == "finished")
         if now - self._told_at >= (LOOK_SECONDS if finished == self._finished else _ASKING_SECONDS):
-            self._told_at, self._finished = now, finished
+            self._told_at = now
+            self._finished = finished
             self._send({"limit": stall_limit(self._limit, self._reports), "finished": finished})
             self._remember()
 
@@ -116,12 +120,14 @@ class Hub:
             if not line.is_open or messages:
                 line.close()
             return
-        first, rank = messages[0], messages[0]["rank"]
+        first = messages[0]
+        rank = messages[0]["rank"]
         self._num_ranks, self._limit = first["num_ranks"], first.get("limit")
         self._limit_setting = str(first.get("limit_setting", ""))
         line.most_bytes = 2**20
         lines = self._watchers if first.get("is_watcher") else self._ranks
-        if rank in lines:  # by a connection that was lost without a word
+        # The earlier connection was lost without a word.
+        if rank in lines:
             lines[rank].close()
         lines[rank] = line
         self._closed.pop(rank, None)
@@ -129,12 +135,14 @@ class Hub:
         if lines is self._watchers:
             report.was_watched, report.has_lost_watcher = True, False
         self._take(report, line, messages)
-        if self._verdict is not None:  # another rank has ended before this one was watched
+        # Another rank has ended before this one was watched.
+        if self._verdict is not None:
             line.send(self._verdict)
 
     def _is_known(self, first: dict[str, Any]) -> bool:
         """Returns whether a first message has the token, and says who it is from in a way that makes sense."""
-        token = str(first.get("token")).encode(errors="replace")  # text that isn't ASCII isn't comparable
+        # compare_digest refuses text that isn't ASCII, so the bytes are compared.
+        token = str(first.get("token")).encode(errors="replace")
         is_token = hmac.compare_digest(token, self._token.encode())
         rank, num_ranks, limit = (first.get(name) for name in ("rank", "num_ranks", "limit"))
         if not is_token or type(rank) is not int or type(num_ranks) is not int:
@@ -150,7 +158,8 @@ class Hub:
             report.update(message, time.monotonic())
         if report.ending != before:
             self._remember()
-        if any("ending" in message for message in messages):  # which the next hub would know, too
+        # A next hub would know of this end, too.
+        if any("ending" in message for message in messages):
             line.send({"bye": True})
 
     def _remember(self) -> None:
@@ -162,13 +171,15 @@ class Hub:
 
     def _judge(self) -> tuple[Fault | None, float]:
         now = time.monotonic()
-        if (pause := now - self._looked_at) > PAUSED_SECONDS:  # nobody's silence says anything about it
+        # This process was stopped itself, so nobody's silence says anything.
+        if (pause := now - self._looked_at) > PAUSED_SECONDS:
             for report in self._reports.values():
                 report.came += pause
             self._closed = {rank: since + pause for rank, since in self._closed.items()}
             self._paused_at = now
         self._looked_at = now
-        if (starter := state_of(self._parent)) is not None and starter.is_stopped:  # by Ctrl-Z, perhaps with all ranks
+        # Ctrl-Z has stopped the starter, and perhaps all ranks.
+        if (starter := state_of(self._parent)) is not None and starter.is_stopped:
             for report in self._reports.values():
                 report.came = now
         for rank, report in self._reports.items():

@@ -15,12 +15,14 @@ from typing import Any, NamedTuple
 
 LEAST_LIMIT = 60.0
 _TIMES_THE_LONGEST = 5
-_BEFORE_THE_SECOND_STEP = 600.0  # nothing is known of how long an action takes, but that it computes
+# Before the second step nothing is known of how long an action takes.
+_BEFORE_THE_SECOND_STEP = 600.0
 UNREACHABLE_AFTER = 5.0
 """Seconds after the limit from which on a machine, or the hub, counts as gone or out of reach."""
-_SECONDS_UNHEARD = 2.5  # since a watcher that reports every second: others may wait for an event there
-_TIMES_THE_LIMIT = 10  # for a run that stands still while ranks load or save
-_MOST_LINES = 24  # ranks that a verdict describes; of a thousand that wait alike a few are enough
+# A watcher reports every second. One that is silent for longer may know of an event that others wait for.
+_SECONDS_UNHEARD = 2.5
+_TIMES_THE_LIMIT = 10  # factor of the limit for a run that stands still while ranks load or save
+_MOST_LINES = 24  # ranks described in a verdict; a few are enough of a thousand that wait alike
 
 
 @dataclass
@@ -91,12 +93,12 @@ _TOLD |= {"doing", "waits"}
 
 @dataclass(frozen=True)
 class Fault:
-    """A run that can't go on: `reasons` has the ranks at fault, each with its problem."""
+    """The reason why a run can't go on: `reasons` has the ranks at fault, each with its problem."""
 
     reasons: Mapping[int, str]
     is_death: bool = False
-    is_failure: bool = False  # by an error of its own, which says it by itself
-    is_long: bool = False  # while ranks load or save
+    is_failure: bool = False  # an error of the rank's own, which explains itself
+    is_long: bool = False  # a stall while ranks load or save
 
 
 def stall_limit(given: float | None, reports: Mapping[int, Report]) -> float:
@@ -141,7 +143,8 @@ def find_fault(
             blamed = {rank: item for rank, item in alive.items() if item.may_be_long and not item.waits} or alive
             return Fault({rank: _stalled(report) for rank, report in blamed.items()}, is_long=True)
     if any(now - report.came > _SECONDS_UNHEARD for report in alive.values()):
-        return None  # soon it is heard again, or lost
+        # The silent watcher is soon heard again, or lost.
+        return None
     silences = {
         rank: min(report.silent, since_pause, since_computing if report.waits else math.inf)
         for rank, report in alive.items()
@@ -222,7 +225,7 @@ class ProcessState(NamedTuple):
 
     letter: str
     cpu_seconds: float
-    num_bytes: int = 0  # read and written so far, also by page faults
+    num_bytes: int = 0  # bytes read and written so far, also by page faults
 
     @property
     def is_stopped(self) -> bool:
@@ -251,7 +254,8 @@ def state_of(process: int) -> ProcessState | None:
     with suppress(OSError, ValueError, IndexError):
         words = stat.read_text().rpartition(") ")[2].split()
         num_bytes = int(words[9]) * mmap.PAGESIZE
-        with suppress(OSError):  # which may belong to root
+        # The file may belong to root.
+        with suppress(OSError):
             num_bytes += sum(int(line.split()[1]) for line in transfers.read_text().splitlines()[:2])
         return ProcessState(words[0], (int(words[11]) + int(words[12])) / _TICKS, num_bytes)
     if Path("/proc/self/stat").exists():

@@ -28,12 +28,13 @@ from slipstream.watchdog.judgement import exit_text
 from slipstream.watchdog.wire import Line, Link, listen_at, wait_for
 
 LOOK_SECONDS = 1.0
-PAUSED_SECONDS = 2.5  # a longer look was no look: this process was stopped itself, or found no processor
-_MOST_SILENCE = 4.0  # seconds; one that is only slow is started again in vain, which costs nothing
-_SECONDS_TO_START = 20.0  # for the first word, in which Python starts
-_SECONDS_TO_END = 1.0  # after its end of the line is closed
-_LEAST_LIFE = 0.5  # seconds between two starts; four times as long after each that came to nothing
-_MOST_FAILURES = 5  # in a row, without a word
+# After a longer pause, this process was stopped itself or found no processor, so its look doesn't count.
+PAUSED_SECONDS = 2.5
+_MOST_SILENCE = 4.0  # seconds; restarting a watcher that is only slow does no harm
+_SECONDS_TO_START = 20.0  # time for the first word, including Python's start
+_SECONDS_TO_END = 1.0  # time to end once its line is closed
+_LEAST_LIFE = 0.5  # seconds between two starts; four times as long after each failed one
+_MOST_FAILURES = 5  # failed starts in a row, without a word
 _SOURCES = str(Path(__file__).parents[2])
 _PROGRAM = """
 import importlib, sys
@@ -67,18 +68,23 @@ class Supervised:
             listening: which it inherits too: it is started only once somebody has come there.
             has_own_session: whether signals from the terminal don't reach it.
         """
-        self.name, self._module, self._settings, self._descriptors = name, module, dict(settings), list(descriptors)
-        self.listening, self._has_own_session = listening, has_own_session
+        self.name = name
+        self._module = module
+        self._settings = dict(settings)
+        self._descriptors = list(descriptors)
+        self.listening = listening
+        self._has_own_session = has_own_session
         self.process: subprocess.Popen[bytes] | None = None
         self.line: Line | None = None
         self._memory: Any = None
         self._began = self._heard = 0.0
         self._has_spoken = False
-        self._num_failures, self._next_start = 0, 0.0
+        self._num_failures = 0
+        self._next_start = 0.0
 
     @property
     def source(self) -> Line | socket.socket | None:
-        """Where something comes when there is something to do."""
+        """The connection or socket that becomes readable when there is something to do."""
         is_due = time.monotonic() >= self._next_start
         return self.line if self.line is not None else self.listening if is_due else None
 
@@ -122,11 +128,15 @@ class Supervised:
     def _hear(self, line: Line, process: subprocess.Popen[bytes]) -> None:
         now = time.monotonic()
         for message in line.receive():
-            self._heard, self._has_spoken, self._num_failures = now, True, 0
+            self._heard = now
+            self._has_spoken = True
+            self._num_failures = 0
             self._memory = message.get("memory", self._memory)
-            if (exit_code := message.get("exit_code")) is not None:  # of a rank whose main thread waits for ever
+            # The rank's main thread waits for ever, so the process ends here.
+            if (exit_code := message.get("exit_code")) is not None:
                 os._exit(exit_code)
-        if not line.is_open:  # it has ended, or is about to
+        # The other process has ended, or is about to.
+        if not line.is_open:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(_SECONDS_TO_END)
             process.kill()
@@ -158,7 +168,7 @@ class Supervised:
         self.line, self._next_start = None, float("inf")
 
     def _note_loss(self, how: str) -> None:
-        """Says how the process has ended, which is started again, after a pause where it keeps ending."""
+        """Reports the end of the process and starts it again, after a pause if it keeps ending."""
         process = "" if self.process is None else f" (process {self.process.pid})"
         self._num_failures += not self._has_spoken
         self._leave()
@@ -177,7 +187,9 @@ class Supervisor(threading.Thread):
 
     def __init__(self, helpers: Sequence[Supervised], link: Link | None = None) -> None:
         super().__init__(name="supervisor of the watch", daemon=True)
-        self._helpers, self._link, self._kills = list(helpers), link, False
+        self._helpers = list(helpers)
+        self._link = link
+        self._kills = False
         self._ending, self._end = socket.socketpair()
         self._is_over = False
 
@@ -188,7 +200,8 @@ class Supervisor(threading.Thread):
             wait_for([self._ending, *lines], LOOK_SECONDS)
             self._is_over = wait_for([self._ending], 0)
             now = time.monotonic()
-            pause, looked = (now - looked if now - looked > PAUSED_SECONDS else 0.0), now
+            pause = now - looked if now - looked > PAUSED_SECONDS else 0.0
+            looked = now
             if self._link is not None and not self._is_over:
                 self._link.receive()
                 self._link.keep()
@@ -263,6 +276,7 @@ def accept_settings() -> tuple[dict[str, Any], Line]:
     while line.is_open:
         wait_for([line], LOOK_SECONDS)
         if messages := line.receive():
-            line.send({})  # only now: a supervisor that has ended meanwhile has left its settings
+            # The answer comes only now: a supervisor that has ended meanwhile has left its settings.
+            line.send({})
             return messages[0], line
     sys.exit()

@@ -29,19 +29,20 @@ _SECONDS_TO_END = 3.0
 
 @dataclass
 class _Watch:
-    """This process as a watched rank, or not (the default)."""
+    """The watch over this process; by default, none."""
 
     board: Board = field(default_factory=Board)
     watcher: Supervised | None = None
     supervisor: Supervisor | None = None
-    order: int = -1  # descriptors: of the watcher's input, and of its output, the verdict and who has finished
+    # Descriptors: `order` is the watcher's input, `verdict` and `finished` are its outputs.
+    order: int = -1
     verdict: int = -1
     finished: int = -1
     names: Sequence[int] = ()
     written_order: object = None
-    process: int = 0  # a fork isn't watched
+    process: int = 0  # process id; a fork isn't the watched process
     is_provisional: bool = False
-    before: _Watch | None = None  # the provisional one, whose watcher ends by itself
+    before: _Watch | None = None  # the provisional watch before this one, whose watcher ends by itself
 
     def finish(self) -> None:
         """Tells the watcher to end, and the hub if this process has started it, once nobody needs that."""
@@ -51,7 +52,7 @@ class _Watch:
 
 
 _watch: _Watch | None = None
-_dumps_stacks = False  # whether SIGUSR2 is this module's
+_dumps_stacks = False  # True if this module handles SIGUSR2
 
 
 def board() -> Board | None:
@@ -101,7 +102,8 @@ def start_watch(
     watch = _Watch(order=files["order"], verdict=files["verdict"], finished=files["finished"])
     watch.names = range(num_ranks) if names is None else names
     watch.before = _watch if _is_own() else None
-    watch.process, watch.is_provisional = os.getpid(), is_provisional
+    watch.process = os.getpid()
+    watch.is_provisional = is_provisional
     watch.board.set_state(State.RUNNING, StallPolicy.ANY_LENGTH if is_provisional else StallPolicy.COUNTED)
     stack = anonymous_file("slipstream-stack")
     descriptors = files | {"board": watch.board.descriptor, "stack": stack}
@@ -112,21 +114,24 @@ def start_watch(
     link = Link(settings.address, settings.port, lambda: me)
     if hub is not None:
         hub.start()
-    link.keep()  # so that the end of this process is seen before its watcher has started
+    # The link shows the end of this process even before its watcher has started.
+    link.keep()
     options["is_reached"] = link.line is not None
     watch.watcher = Supervised(f"the watcher of rank {rank}", "watcher", options, list(descriptors.values()))
     watch.watcher.start()
     watch.supervisor = Supervisor([watch.watcher, *([] if hub is None else [hub])], link)
     watch.supervisor.start()
     _watch = watch
-    if watch.before is not None:  # only now, so that there is no moment without a watcher
+    # The provisional watcher ends only now, so that there is no moment without one.
+    if watch.before is not None:
         watch.before.finish()
     atexit.register(_end_at_exit)
-    Finalize(None, _end_at_exit, exitpriority=0)  # a process of multiprocessing ends without the former
+    # A process of multiprocessing ends without calling atexit's functions.
+    Finalize(None, _end_at_exit, exitpriority=0)
 
 
 def end_watch(failure: str = "") -> None:
-    """Says that this rank ends, well or by an error, which the others are told, and waits for its watcher's end."""
+    """Announces the end of this rank, with or without an error, to the others, and waits for its watcher's end."""
     global _watch
     if _watch is None or not _is_own():
         return
@@ -134,7 +139,8 @@ def end_watch(failure: str = "") -> None:
     if failure:
         watch.board.set_phase(failure)
         watch.board.set_state(State.FAILED)
-        return  # the watcher tells it once this process has gone
+        # The watcher reports the failure once this process has gone.
+        return
     watch.finish()
     for old_watch in (watch, watch.before):
         with suppress(subprocess.TimeoutExpired):
@@ -153,19 +159,20 @@ def note_order(rank: int, schedule: object) -> None:
 
 @contextmanager
 def waiting(what: bytes) -> Iterator[None]:
-    """Says on the board that the main thread waits for others meanwhile, as in b"an all-reduce"."""
+    """Shows on the board what the main thread waits for meanwhile, such as b"an all-reduce"."""
     mine = board()
     if mine is None:
         yield
         return
     mine.set_wait(what)
     yield
-    mine.set_wait(b"")  # not after an error: then the wait says where the rank was
+    # After an error the wait stays on the board, and says where the rank was.
+    mine.set_wait(b"")
 
 
 @contextmanager
 def watchdog_paused(phase: str, uses_disk: bool = False) -> Iterator[None]:
-    """Says that this rank is in a phase of unknown length, such as "exporting": nobody's silence counts meanwhile.
+    """Marks a phase of unknown length, such as "exporting", in which nobody's silence counts.
 
     Where the phase `uses_disk`, a run in which nobody reads, writes, computes or gets on is ended after ten times the
     limit.
@@ -176,7 +183,8 @@ def watchdog_paused(phase: str, uses_disk: bool = False) -> Iterator[None]:
         return
     before = mine.look()
     mine.set_phase(phase)
-    if before.policy == StallPolicy.COUNTED:  # else it is within another phase, whose policy stays
+    # Within another phase, that phase's policy stays.
+    if before.policy == StallPolicy.COUNTED:
         mine.set_state(State.RUNNING, StallPolicy.LONG if uses_disk else StallPolicy.ANY_LENGTH)
     try:
         yield
@@ -210,10 +218,12 @@ def _dump_stacks_to(descriptor: int) -> int:
     """Lets a signal write the stacks of all threads, by a handler in C; returns its number, 0 where it is in use."""
     global _dumps_stacks
     usr2 = getattr(signal, "SIGUSR2", 0)
-    is_main = threading.current_thread() is threading.main_thread()  # others may set no signals
+    # Only the main thread can set signal handlers.
+    is_main = threading.current_thread() is threading.main_thread()
     if not usr2 or not is_main or (signal.getsignal(usr2) is not signal.SIG_DFL and not _dumps_stacks):
         return 0
-    signal.signal(usr2, signal.SIG_IGN)  # which holds again once Python has taken its handler away, at the end
+    # This setting applies again once Python has taken its handler away, at the end.
+    signal.signal(usr2, signal.SIG_IGN)
     faulthandler.register(usr2, file=descriptor, all_threads=True)
     _dumps_stacks = True
     return int(usr2)

@@ -29,35 +29,41 @@ from slipstream.watchdog.judgement import (
 from slipstream.watchdog.supervisor import LOOK_SECONDS, PAUSED_SECONDS, accept_settings
 from slipstream.watchdog.wire import Line, Link, wait_for
 
-_SECONDS_TO_CONNECT = 60.0  # before the first word of the hub
-_SECONDS_AFTER_ITS_RANK = 15.0  # to tell the hub of its end, which may just be started again
+_SECONDS_TO_CONNECT = 60.0  # time until the hub's first word
+_SECONDS_AFTER_ITS_RANK = 15.0  # time to tell the hub of the rank's end, as the hub may just be starting again
 _SECONDS_FOR_A_STACK = 0.3
-_SOON_SECONDS = 0.1  # between tries to connect, and between looks at a rank that is about to be ended
+_SOON_SECONDS = 0.1  # pause between tries to connect, and between looks at a rank that is about to be ended
 _GRACE_SECONDS = 1.5
-_SECONDS_TO_EXIT = 2.0  # for a rank that isn't stopped, and whose interpreter isn't held
+_SECONDS_TO_EXIT = 2.0  # time for a running rank whose interpreter isn't blocked
 _MOST_STACK_BYTES = 65536
-_LEAST_BYTES = 2**24  # read or written, by which a rank counts as at work: a heartbeat in a file is less
+# A rank counts as at work once it has read or written this much: a heartbeat in a file is less.
+_LEAST_BYTES = 2**24
 
 
 class Watcher:
     """Looks at the rank `parent` through its board, and exchanges messages with the hub."""
 
     def __init__(self, settings: dict[str, Any], supervisor: Line) -> None:
-        self._settings, self._supervisor, self._parent = settings, supervisor, int(settings["parent"])
+        self._settings = settings
+        self._supervisor = supervisor
+        self._parent = int(settings["parent"])
         self._end_of_rank = end_of(self._parent)
         self._board = Board(settings["board"])
         self._last: RankStatus = self._board.look()
         self._changed = self._reported = self._looked = self._active = time.monotonic()
-        self._num_bytes, self._is_ready = 0, False
+        self._num_bytes = 0
+        self._is_ready = False
         self._stopped_since: float | None = None
-        self._longest, self._cpu = 0.0, (time.monotonic(), 0.0, False)
-        self._end_by: float | None = None  # when the rank is ended
+        self._longest = 0.0
+        self._cpu = (time.monotonic(), 0.0, False)
+        self._end_by: float | None = None  # time at which the rank is to be ended
         self._verdict = ""
-        self._limit = float(settings["limit"] or LEAST_LIMIT)  # as the hub has said last
+        self._limit = float(settings["limit"] or LEAST_LIMIT)  # the limit last told by the hub
         self._hub_may_leave = self._is_heard = False
-        self._ending: dict[str, Any] = {}  # once the rank has ended
+        self._ending: dict[str, Any] = {}  # facts about the rank's end; empty while it runs
         self._hub = Link(settings["address"], settings["port"], self._hello)
-        self._hub.has_heard = settings["is_reached"]  # by the rank, so that from now on its silence says something
+        # The rank has reached the hub, so a silent hub is a lost one.
+        self._hub.has_heard = settings["is_reached"]
 
     def run(self) -> None:
         """Watches until the rank has ended."""
@@ -69,7 +75,8 @@ class Watcher:
                 return
             if self._end_by is None and not self._hub_may_leave and (loss := self._loss_of_the_hub()):
                 self._decide(loss, _GRACE_SECONDS)
-        self._end_of_rank = None  # which has come, so that nothing waits for it
+        # The end of the rank has come, so nothing waits for it any more.
+        self._end_of_rank = None
         self._say_how_it_ended()
 
     def _hello(self) -> dict[str, Any]:
@@ -89,7 +96,8 @@ class Watcher:
 
     def _loss_of_the_hub(self) -> str:
         """Returns why this rank can't go on without the hub; "" where it can."""
-        starter, place = self._settings["starter"], f"{self._settings['address']}, port {self._settings['port']}"
+        starter = self._settings["starter"]
+        place = f"{self._settings['address']}, port {self._settings['port']}"
         silent = time.monotonic() - self._hub.heard
         if self._hub.is_refused:
             return (
@@ -97,7 +105,8 @@ class Watcher:
                 "or their machine is gone"
             )
         if self._hub.has_heard and silent > self._limit + UNREACHABLE_AFTER:
-            rank, host = self._settings["rank"], socket.gethostname()
+            rank = self._settings["rank"]
+            host = socket.gethostname()
             state = "waiting" if self._last.waits else "not waiting"
             return (
                 f"the watchers' hub, which {starter} has started at {place}, hasn't answered for {silent:.0f} s: its "
@@ -122,10 +131,9 @@ class Watcher:
             self._exchange(LOOK_SECONDS)
 
     def _look(self) -> None:
-        now, status = time.monotonic(), self._board.look()
-        if (
-            pause := now - self._looked
-        ) > PAUSED_SECONDS:  # this process was stopped with its rank, or found no processor
+        now = time.monotonic()
+        status = self._board.look()
+        if (pause := now - self._looked) > PAUSED_SECONDS:  # a pause of this process itself
             self._changed += pause
             self._active += pause
             self._hub.heard += pause
@@ -142,7 +150,8 @@ class Watcher:
         elif self._stopped_since is None:
             self._stopped_since = now
         if process is not None and now - self._cpu[0] > LOOK_SECONDS / 2:
-            seconds, used = now - self._cpu[0], process.cpu_seconds - self._cpu[1]
+            seconds = now - self._cpu[0]
+            used = process.cpu_seconds - self._cpu[1]
             # A thread that looks at something every second is rarely ready, and hardly twice in a row.
             was_ready, self._is_ready = self._is_ready, is_ready(self._parent, process)
             computes = process.letter == "R" or used > SURELY_COMPUTES * seconds
@@ -152,7 +161,8 @@ class Watcher:
                 # Of a rank that computes the processor's seconds count, and not those in which others had it.
                 self._changed = min(now, self._changed + max(0.0, seconds - used))
             if (self._cpu[2] and not status.waits) or process.num_bytes - self._num_bytes > _LEAST_BYTES:
-                self._active, self._num_bytes = now, process.num_bytes
+                self._active = now
+                self._num_bytes = process.num_bytes
         if now - self._reported > LOOK_SECONDS / 2:
             self._reported = now
             self._supervisor.send({})
@@ -274,7 +284,8 @@ def stack_lines(dump: str) -> list[str]:
     """Returns the innermost frames of the main thread in faulthandler's output."""
     threads = [thread for thread in dump.split("\n\n") if thread.strip()]
     current = next((thread for thread in reversed(threads) if thread.startswith("Current thread")), "")
-    main = threads[-1] if threads else ""  # the first thread of a process comes last
+    # A dump lists the first thread of a process last.
+    main = threads[-1] if threads else ""
     frames = [line.strip() for line in (main or current).splitlines() if line.startswith("  File")]
     return [f"stack: {frame}" for frame in frames[:_MOST_FRAMES]]
 
@@ -295,5 +306,6 @@ def _parse(order: str, status: RankStatus) -> tuple[int, Schedule] | None:
     try:
         schedule = Schedule.parse(text)
         return (int(rank), schedule) if status.action < len(schedule.actions[int(rank)]) else None
-    except (ScheduleError, ValueError, IndexError):  # it was being written
+    # The order was being written meanwhile.
+    except (ScheduleError, ValueError, IndexError):
         return None

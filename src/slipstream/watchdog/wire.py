@@ -17,8 +17,9 @@ from typing import Any
 
 from slipstream.watchdog.judgement import end_of
 
-_MOST_BYTES = 2**20  # of a line; whoever sends more isn't a watcher
-_MOST_AT_ONCE = 2**16  # bytes that one look at a connection reads, so that no connection holds up the others
+_MOST_BYTES = 2**20  # bytes of a line; a longer one doesn't come from a watcher
+# Bytes read per look at a connection, so that no connection holds up the others.
+_MOST_AT_ONCE = 2**16
 _SECONDS_TO_CONNECT = 1.0
 _POLL_SECONDS = 0.05
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0  # seconds between tries to connect
@@ -38,7 +39,9 @@ class Line:
         connection.setblocking(False)
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.connection, self.end, self.most_bytes = connection, "", most_bytes
+        self.connection = connection
+        self.end = ""
+        self.most_bytes = most_bytes
         self._received, self._unsent = b"", b""
 
     @property
@@ -57,7 +60,8 @@ class Line:
             while self._unsent and self.is_open:
                 self._unsent = self._unsent[self.connection.send(self._unsent) :]
         except (BlockingIOError, InterruptedError):
-            if len(self._unsent) > _MOST_BYTES:  # the other end doesn't read
+            # The other end doesn't read.
+            if len(self._unsent) > _MOST_BYTES:
                 self.end = "broken"
         except OSError:
             self.end = "broken"
@@ -98,7 +102,8 @@ def _parse(line: bytes, most_bytes: int) -> dict[str, Any] | None:
         return None
     try:
         message = json.loads(line)
-    except (ValueError, RecursionError):  # not JSON, not UTF-8, a number of a million digits; nested too deeply
+    # The line may not be JSON or UTF-8, have a number of a million digits, or be nested too deeply.
+    except (ValueError, RecursionError):
         return None
     return message if isinstance(message, dict) else None
 
@@ -114,11 +119,14 @@ class Link:
 
     def __init__(self, address: str, port: int, hello: Callable[[], dict[str, Any]]) -> None:
         """Makes no connection yet; `hello` returns the first message on each."""
-        self._place, self._hello = (address, port), hello
+        self._place = (address, port)
+        self._hello = hello
         self.line: Line | None = None
-        self.heard, self.has_heard = time.monotonic(), False
-        self._num_tries, self._next_try = 0, 0.0
-        self._refused: list[float] = []  # when the last tries in a row were refused
+        self.heard = time.monotonic()
+        self.has_heard = False
+        self._num_tries = 0
+        self._next_try = 0.0
+        self._refused: list[float] = []  # times at which the last tries in a row were refused
 
     @property
     def is_refused(self) -> bool:
@@ -153,7 +161,9 @@ class Link:
         """Returns the messages that have come, without waiting."""
         messages = [] if self.line is None else self.line.receive()
         if messages:
-            self.heard, self.has_heard, self._num_tries = time.monotonic(), True, 0
+            self.heard = time.monotonic()
+            self.has_heard = True
+            self._num_tries = 0
         return messages
 
 
