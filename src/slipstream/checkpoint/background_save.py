@@ -39,21 +39,28 @@ from slipstream.number_format import FORMATS
 from slipstream.parallel import RankGroup
 
 _POLL_SECONDS = 0.05
-_SECONDS_TO_SAY = 60.0  # that a save takes
-_SECONDS_TO_APPEAR = 120.0  # for a file that another rank has written, on a network's disk
+_SECONDS_TO_SAY = 60.0  # seconds of a save before it is reported
+_SECONDS_TO_APPEAR = 120.0  # time for another rank's file to appear on a network's disk
 
 
 class BackgroundSave:
-    """A save that begins when it is made. Its ranks communicate over `group`, which nothing else may use meanwhile."""
+    """A running save, which begins when the object is made. Its ranks communicate over `group`, which nothing else may
+    use meanwhile."""
 
     def __init__(
         self, folder: CheckpointFolder, step: int, facts: Mapping[str, Any], snapshot: Snapshot, group: RankGroup
     ) -> None:
-        self.step, self.seconds, self.num_bytes = step, 0.0, 0
+        self.step = step
+        self.seconds = 0.0
+        self.num_bytes = 0
         self._problem: str | NonFiniteError = ""
-        self._began, self._doing = time.monotonic(), "is being written by this rank"
-        self._folder, self._facts, self._snapshot, self._group = folder, facts, snapshot, group
-        self._device = _current_gpu()  # of this thread alone
+        self._began = time.monotonic()
+        self._doing = "is being written by this rank"
+        self._folder = folder
+        self._facts = facts
+        self._snapshot = snapshot
+        self._group = group
+        self._device = _current_gpu()  # this thread's GPU only
         # A daemon, so that a run that fails can end although this waits for a rank that is gone.
         self._thread = threading.Thread(target=self._run, name=f"checkpoint of step {step}", daemon=True)
         self._thread.start()
@@ -71,7 +78,8 @@ class BackgroundSave:
         return self._problem
 
     def _run(self) -> None:
-        rank, began = self._group.rank, time.perf_counter()
+        rank = self._group.rank
+        began = time.perf_counter()
         try:
             if self._device is not None:
                 torch.cuda.set_device(self._device)
@@ -95,11 +103,13 @@ class BackgroundSave:
         """Writes this rank's file, if there is anything to write; returns its list of tensors, or the problem."""
         part = self._folder.part(self.step)
         try:
-            self._folder.make_part(self.step)  # rank 0 has done it, but a network's disk may not show it yet
+            # Rank 0 has made the folder, but a network's disk may not show it yet.
+            self._folder.make_part(self.step)
             return self._snapshot.write(part)
         except NonFiniteError as error:
             return error
-        except Exception as error:  # all ranks get to know
+        # All ranks get to know of any failure.
+        except Exception as error:
             return describe_error(error)
 
     def _commit(self, written: Sequence[WrittenFile]) -> None:
@@ -127,7 +137,8 @@ def _wait_for(path: Path, digest: FileDigest) -> None:
     """Waits until a file that a rank has written can be seen here."""
     deadline = time.monotonic() + _SECONDS_TO_APPEAR
     while not path.exists() or path.stat().st_size < digest.size:
-        path.parent.stat()  # raises FileNotFoundError where the folder has gone
+        # Raises FileNotFoundError if the folder has gone.
+        path.parent.stat()
         if time.monotonic() > deadline:
             raise TimeoutError(
                 f"{path} was written by its rank but hasn't appeared for rank 0 within {_SECONDS_TO_APPEAR:.0f} s; the "
@@ -145,7 +156,8 @@ def describe_error(error: BaseException) -> str:
 _FLOATS = {torch_dtype(each.name): each.code for each in FORMATS.values()}
 _INTEGERS = {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"}
 _CODES = {**_FLOATS, **_INTEGERS, torch.bool: "BOOL"}
-_BLOCK = 2**23  # bytes that are written and added to the checksum at a time, while they are in the processor's cache
+# A block is written and added to the checksum while it is in the processor's cache.
+_BLOCK = 2**23
 
 
 class SnapshotEntry(NamedTuple):
@@ -155,8 +167,8 @@ class SnapshotEntry(NamedTuple):
     shape: tuple[int, ...]
     box: Box
     view: Tensor
-    version: int  # of the tensor when the snapshot was taken
-    start: int  # in the bytes of all entries
+    version: int  # version of the tensor at the time of the snapshot
+    start: int  # offset in the bytes of all entries
 
     @property
     def end(self) -> int:
@@ -182,8 +194,8 @@ class Snapshot:
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._entries: list[SnapshotEntry] = []
-        self._num_written = 0  # of the entries
-        self._is_copied = False  # whether all that isn't written has been copied
+        self._num_written = 0  # number of entries written
+        self._is_copied = False  # True once everything unwritten has been copied
         self._lock = threading.Lock()  # held by the writing thread while it reads a block
         self._header = b""
         self._file = ""
@@ -204,7 +216,9 @@ class Snapshot:
             for (shard, box, view), start in zip(boxes, starts, strict=False)
         ]
         self._header = _header(entries)
-        self._entries, self._num_written, self._is_copied = entries, 0, False
+        self._entries = entries
+        self._num_written = 0
+        self._is_copied = False
         if any(entry.view.is_cuda for entry in entries):
             self.keep()
 
@@ -257,7 +271,8 @@ def _header(entries: Sequence[SnapshotEntry]) -> bytes:
     """Returns the length of the rest (8 bytes, little-endian), then JSON, padded so that the elements are aligned."""
     table: dict[str, object] = {}
     for entry in entries:
-        name, dtype = entry_name(entry.key, entry.box.offsets), entry.view.dtype
+        name = entry_name(entry.key, entry.box.offsets)
+        dtype = entry.view.dtype
         if name in table:
             raise ValueError(f"two shards of this rank have the same elements {name}")
         if dtype not in _CODES:

@@ -57,7 +57,9 @@ class Checkpoints:
         work: Path | None = None,
     ) -> None:
         self._saved = saved
-        self._folder, self._world, self._say = CheckpointFolder(folder, keep, keep_every, work), world, say
+        self._folder = CheckpointFolder(folder, keep, keep_every, work)
+        self._world = world
+        self._say = say
         self._snapshot = Snapshot()
         self._save: BackgroundSave | None = None
         # Messages about a save must not mix with those of training.
@@ -204,7 +206,10 @@ class Checkpoints:
 
     def _verify(self, step: int) -> tuple[SavedCheckpoint | None, str]:
         """Returns the checkpoint, or None and its problem: the same on all ranks."""
-        folder, problem, saved, what = self._folder.complete(step), "", None, DamagedError.what
+        folder = self._folder.complete(step)
+        problem = ""
+        saved = None
+        what = DamagedError.what
         try:
             saved = SavedCheckpoint(folder, Manifest.read(folder))
             if saved.step != step:
@@ -217,7 +222,8 @@ class Checkpoints:
                 if (poisoned := find_non_finite(folder / name)) is not None:
                     raise DamagedError(f"in {name}, {describe_non_finite(poisoned)}")
         except DamagedError as error:
-            problem, what = str(error), error.what
+            problem = str(error)
+            what = error.what
         problems = self._gather_problems(problem)
         return (None, f"{what}: {problems}") if problems else (saved, "")
 

@@ -43,7 +43,8 @@ def write_file(path: Path, blocks: Iterable[bytes | memoryview]) -> FileDigest:
     with path.open("wb") as file:
         for block in blocks:
             file.write(block)
-            size, checksum = size + len(block), zlib.crc32(block, checksum)
+            size = size + len(block)
+            checksum = zlib.crc32(block, checksum)
         file.flush()
         os.fsync(file.fileno())
     return FileDigest(size, f"{checksum:08x}")

@@ -28,7 +28,7 @@ from slipstream.own_files import OwnFolder
 
 _COMPLETE = re.compile(r"step-(\d{8,})")
 _PART = re.compile(r"step-.*\.part")
-MOST_ASIDE = 4  # checkpoints that were replaced, or damaged, and may still tell something
+MOST_ASIDE = 4  # replaced or damaged checkpoints kept, which may still tell something
 _OWN = re.compile(r"step-\d{8,}(\.part|\.aside(-\d+)?)?|trial\.part")
 
 
@@ -49,7 +49,9 @@ class CheckpointFolder:
     def __init__(self, path: str | Path, keep: int = 2, keep_every: int = 0, work: Path | None = None) -> None:
         if keep < 1 or keep_every < 0:
             raise SlipstreamError(f"{keep=}, {keep_every=}: give keep from 1, and keep_every from 0 (none)")
-        self.path, self._keep, self._keep_every = Path(path), keep, keep_every
+        self.path = Path(path)
+        self._keep = keep
+        self._keep_every = keep_every
         self._work, self._owns_work = (self.path, False) if work is None else (work, True)
         self._own = OwnFolder(Path(os.path.commonpath([self.path, self._work])))
 
@@ -100,7 +102,8 @@ class CheckpointFolder:
 
     def discard(self, step: int) -> None:
         """Removes the incomplete checkpoint of a step, if there is one."""
-        if self.part(step).is_dir():  # a file there is none, and nothing that a save has left
+        # A file of that name wasn't left by a save.
+        if self.part(step).is_dir():
             self._own.remove(self.part(step))
 
     def commit(self, step: int) -> None:

@@ -52,7 +52,8 @@ def check_rule(kept: Mapping[str, Any], optimizer: Optimizer | None, scheduler: 
     if optimizer is not None and kept["scheduler"] is not None and scheduler is None:
         return "has a scheduler, without which the learning rate would stay: give pipe.load scheduler= as well"
     if optimizer is not None:
-        saved, here = len(kept["optimizer"]["state"]), len(optimizer.param_groups)
+        saved = len(kept["optimizer"]["state"])
+        here = len(optimizer.param_groups)
         return "" if saved == here else f"has an optimizer of {saved} parameter groups, and this one has {here}"
     return ""
 
@@ -64,7 +65,8 @@ def restore_rule(kept: Mapping[str, Any], optimizer: Optimizer | None, scheduler
             for name, value in options.items():
                 here = group.get(name)
                 if isinstance(here, Tensor) and isinstance(value, Tensor):
-                    here.copy_(value)  # a graph of the GPU may read it there
+                    # A recorded graph may read the value at this place on the GPU.
+                    here.copy_(value)
                 else:
                     group[name] = value
     if scheduler is not None:

@@ -27,7 +27,7 @@ class Box(NamedTuple):
     sizes: tuple[int, ...]
 
     def is_inside(self, shape: tuple[int, ...]) -> bool:
-        """Returns whether it lies inside a tensor of this shape."""
+        """Returns whether the box lies inside a tensor of this shape."""
         along_dims = zip(self.offsets, self.sizes, shape, strict=True)
         return all(0 <= start <= start + size <= end for start, size, end in along_dims)
 
@@ -69,7 +69,8 @@ def dtype_name(tensor: Tensor) -> str:
 
 MANIFEST = "manifest.json"
 _FORMAT = 1
-_FILE_NAME = re.compile(r"\w[\w.-]*", re.ASCII)  # nothing that leads elsewhere, or can't be opened
+# A name that can be opened, and that doesn't lead elsewhere.
+_FILE_NAME = re.compile(r"\w[\w.-]*", re.ASCII)
 
 
 class StoredBox(NamedTuple):
@@ -96,7 +97,7 @@ class WrittenFile(NamedTuple):
 
 
 class Manifest(BaseModel, extra="forbid", frozen=True):
-    """All of a checkpoint but the elements of its tensors."""
+    """The description of a checkpoint: everything but the elements of its tensors."""
 
     format: int
     step: int
@@ -162,7 +163,8 @@ class Manifest(BaseModel, extra="forbid", frozen=True):
         return manifest
 
     def metadata(self) -> dcp.Metadata:
-        """Returns it as `torch.distributed.checkpoint` describes a checkpoint; storage data are file names by box."""
+        """Returns the manifest as `torch.distributed.checkpoint` describes a checkpoint; storage data are file names by
+        box."""
         tensors: dict[str, dcp.STORAGE_TYPES] = {}
         places: dict[dcp.MetadataIndex, str] = {}
         for key, tensor in self.tensors.items():
@@ -173,7 +175,7 @@ class Manifest(BaseModel, extra="forbid", frozen=True):
         return dcp.Metadata(tensors, storage_data=places)
 
     def write(self, folder: Path) -> None:
-        """Writes it as a file that appears complete, and is on the disk when this returns."""
+        """Writes the manifest as a file that appears complete, and is on the disk when this returns."""
         write_record(folder / MANIFEST, self.model_dump())
 
 
@@ -200,6 +202,7 @@ def _check_boxes(key: str, shape: tuple[int, ...], boxes: Sequence[StoredBox]) -
         raise ValueError(f"{key} of shape {shape} has elements at {outside[0].offsets}, outside of it")
     if len({stored.box.offsets for stored in boxes}) < len(boxes):
         raise ValueError(f"several ranks write the same elements of {key}")
-    written, size = sum(prod(stored.box.sizes) for stored in boxes), prod(shape)
+    written = sum(prod(stored.box.sizes) for stored in boxes)
+    size = prod(shape)
     if written != size:
         raise ValueError(f"the ranks write {written:,} elements of {key}, which has {size:,}")

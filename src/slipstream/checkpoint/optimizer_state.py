@@ -105,7 +105,8 @@ class _Target(NamedTuple):
 
 def _shard_of(part: ParameterShard, kind: Any, value: Any, optimizer: Optimizer) -> TensorShard:
     if type(value).__name__ in _NUMBERS:
-        kind, value = f"{kind}:{type(value).__name__}", torch.tensor(value, dtype=_NUMBERS[type(value).__name__][1])
+        kind = f"{kind}:{type(value).__name__}"
+        value = torch.tensor(value, dtype=_NUMBERS[type(value).__name__][1])
     what = f"{type(optimizer).__name__} keeps {kind!r} of {part.name}"
     if not isinstance(kind, str) or "." in kind or not isinstance(value, Tensor):
         raise SlipstreamError(
@@ -137,12 +138,15 @@ def _target(
     part: ParameterShard, kind: str, stored: StoredTensor, optimizer: Optimizer, group: Mapping[str, Any]
 ) -> _Target:
     """Returns where state is loaded to: the tensor that the optimizer has, where it fits, or a new one."""
-    key, dtype, parameter = f"optimizer.{kind}.{part.name}", getattr(torch, stored.dtype), part.parameter
+    key = f"optimizer.{kind}.{part.name}"
+    dtype = getattr(torch, stored.dtype)
+    parameter = part.parameter
     is_like = stored.shape == part.share.shape
     shape = tuple(parameter.shape) if is_like else stored.shape
     tensor = optimizer.state.get(parameter, {}).get(kind)
     if not isinstance(tensor, Tensor) or tensor.shape != shape or tensor.dtype != dtype:
-        is_own = not is_like or kind == "step"  # which has the shape of a scalar parameter
+        # A step counter has the shape of a scalar parameter, but isn't like one.
+        is_own = not is_like or kind == "step"
         tensor = _new(shape, dtype, parameter, group) if is_own else torch.empty_like(parameter, dtype=dtype)
     if is_like:
         return _Target(part, kind, TensorShard(key, part.share, tensor, part.first_row))

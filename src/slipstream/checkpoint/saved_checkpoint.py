@@ -74,7 +74,8 @@ class CheckpointReader(StorageReader):
 
     def __init__(self, folder: str | PathLike[str], manifest: Manifest | None = None) -> None:
         self._is_verified = manifest is not None
-        self._folder, self._manifest = Path(folder), manifest or _read_manifest(Path(folder))
+        self._folder = Path(folder)
+        self._manifest = manifest or _read_manifest(Path(folder))
 
     def reset(self, checkpoint_id: str | PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
@@ -115,7 +116,8 @@ class CheckpointReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | PathLike[str]) -> bool:
-        return False  # PyTorch takes a path alone for its own format
+        # PyTorch takes a path alone for a checkpoint in its own format.
+        return False
 
 
 @dataclass(frozen=True)
@@ -165,13 +167,15 @@ class SavedCheckpoint:
         for shard in shards:
             boxes.setdefault(shard.key, []).extend(shard.boxes())
         ignore_lone_process_warning()
-        reader, group = CheckpointReader(self.folder, self.manifest), world.process_group
+        reader = CheckpointReader(self.folder, self.manifest)
+        group = world.process_group
         load(boxes, storage_reader=reader, planner=BoxLoadPlanner(), process_group=group, no_dist=world.size == 1)
 
     def _misfit(self, shard: TensorShard) -> Iterator[str]:
         tensor = self.manifest.tensors.get(shard.key)
         if tensor is None:
-            if prod(shard.share.shape):  # a tensor without elements is not saved
+            # A tensor without elements is not saved.
+            if prod(shard.share.shape):
                 yield "isn't in it"
         elif tensor.shape != shard.share.shape:
             yield f"has shape {tensor.shape} in it and {shard.share.shape} here"
