@@ -1,4 +1,4 @@
-"""Profiles that runs have measured, kept so that a second start of the same model on the same hardware measures none.
+"""Profiles of earlier runs, kept so that a second start of the same model on the same hardware measures nothing.
 
 They lie in `$XDG_CACHE_HOME/slipstream/costs`, by default in `~/.cache/slipstream/costs`, a file for each model, dtype,
 hardware, number of processes, degrees by which a stage's work is shared, and settings. Deleting them is safe.
@@ -28,9 +28,11 @@ from slipstream.profile.profile_run import ProfileSettings, identify_hardware, i
 _ATTEMPTS = 2
 # Share of the budget that must be left for a second attempt; with less it would be too coarse.
 _LEAST_LEFT = 0.5
-_LEAST_SHARE = 0.1  # of the budget for a measuring, however long the link before it has taken
+# Measuring gets at least this share of the budget, however long the link before it has taken.
+_LEAST_SHARE = 0.1
 _SHARED = "SLIPSTREAM_SHARED_CORES"
-_ROUNDS_OF_SHARED = 3  # at most: on shared cores, samples may not agree however many there are
+# Samples on shared cores may never agree, so there are at most this many rounds.
+_ROUNDS_OF_SHARED = 3
 _ALWAYS = f"Where others always use them, set {_SHARED}=1: then costs are measured once, in few rounds, and kept"
 _UNMEASURED = (
     f"set {_SHARED}=1 where other programs always use the cores, or give pipeline.schedule=1f1b (schedule='1f1b' of a "
@@ -53,11 +55,11 @@ class CostCache:
     settings: ProfileSettings
     device: torch.device
     num_processes: int
-    degrees: Degrees = UNSHARED  # by how many ranks a stage's work is shared
+    degrees: Degrees = UNSHARED  # ranks that share a stage's work, by kind
 
     @classmethod
     def of(cls, config: PretrainedConfig, settings: ProfileSettings, device: torch.device, ranks: Ranks) -> CostCache:
-        """Returns that of a mesh, all of whose ranks measure at the same time."""
+        """Returns the key of a mesh, all of whose ranks measure at the same time."""
         return cls(config, settings, device, ranks.world.size, ranks.degrees)
 
     @property
@@ -131,9 +133,10 @@ def find_costs(
     if share_cores:
         settings = replace(settings, repeats=min(settings.repeats, _ROUNDS_OF_SHARED))
     for attempt in range(_ATTEMPTS):
-        is_kept, apart = link and not attempt, settings.parallel.sequence_parallel
+        is_kept = link and not attempt
+        apart = settings.parallel.sequence_parallel
         between = link if is_kept else measure_link(device, ranks, apart, few_repeats=share_cores)
-        spent = share_spent()  # by the link too
+        spent = share_spent()  # share spent, the link included
         left = replace(settings, budget=max(_LEAST_SHARE, 1 - spent) * settings.budget)
         try:
             profiles.append(_leaders(profile_model(config, left, device, between, tell, ranks), ranks))
@@ -217,7 +220,8 @@ def newest_costs(
     for path in files:
         try:
             profile = load_profile(path)
-        except SlipstreamError:  # of another version
+        # The profile is of another version.
+        except SlipstreamError:
             continue
         if suits(profile):
             return profile

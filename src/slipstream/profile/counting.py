@@ -84,7 +84,8 @@ def count_model(
         return _counted(config, seq_len, dtype, trained, fused, halves)
     except SlipstreamError:
         raise
-    except Exception as error:  # of the model's code on the meta device, or of PEFT's
+    # The model's code, or PEFT's, may raise anything on the meta device.
+    except Exception as error:
         if trained.adapter is None:
             problem = f"its code doesn't run without values ({type(error).__name__}: {error})"
             raise SlipstreamError(uncountable(config, problem)) from error
@@ -102,10 +103,12 @@ def _counted(
     structures, names = find_layer_kinds(config, anatomy, model)
     placed = [(kind, places.of_layer(layer)) for layer, kind in enumerate(structures)]
     distinct = list(dict.fromkeys(placed))
-    if anatomy.hidden is None and not anatomy.shared:  # no layer reads another one's tensors or weights
+    # No layer reads another one's tensors or weights.
+    if anatomy.hidden is None and not anatomy.shared:
         keep_layers(model, anatomy, {*map(placed.index, distinct), len(placed) - 1, *ModelEnd})
     calls = [record_calls(model, anatomy, length, seq_len) for length in _LENGTHS]
-    width, last = config.get_text_config().hidden_size, len(places.trained) - 1
+    width = config.get_text_config().hidden_size
+    last = len(places.trained) - 1
     layers = {f"{anatomy.layers}.{placed.index(layer)}": layer for layer in distinct}
     counted = [
         _count_part(model, names[kind], (layer,), calls, width, gets[0]) for layer, (kind, gets) in layers.items()
@@ -129,9 +132,9 @@ def _counted(
 
 @dataclass(frozen=True)
 class _Places:
-    """Where the parts of a model are, above or below the lowest trained one."""
+    """The places of a model's parts, above or below the lowest trained one."""
 
-    trained: list[bool]  # of each part whether it has a trained parameter
+    trained: list[bool]  # per part: True if it has a trained parameter
     units_per_layer: int
 
     def gets_gradient(self, part: int) -> bool:
@@ -169,7 +172,8 @@ def _count_part(
         ops[op] = OpCount(**amounts, num_matmuls=tally.num_matmuls, num_kernels=tally.num_kernels)
     itemsize = long.itemsize
     calls = long.own.attentions
-    attended = sum(c.num_heads * (c.value_width * itemsize + 4) for c in calls)  # its output and log-sum-exp
+    # Bytes of the output and the log-sum-exp.
+    attended = sum(c.num_heads * (c.value_width * itemsize + 4) for c in calls)
     return PartCount(
         name=name,
         num_parameters=sum(p.numel() for p in long.parameters) + long.num_packed,
@@ -235,9 +239,10 @@ class _PartRun:
         gets_gradient: bool,
         cut: Callable[[nn.Module], nn.Module],
     ) -> None:
-        names = [name for name in calls.arguments if name in modules]  # in the order of their calls
+        names = [name for name in calls.arguments if name in modules]  # names in the order of their calls
         self._modules = [(cut(model.get_submodule(name)), *calls.arguments[name]) for name in names]
-        self._width, self._loss = width, loss
+        self._width = width
+        self._loss = loss
         self.parameters = list({id(p): p for module, *_ in self._modules for p in module.parameters()}.values())
         inner = [m for module, *_ in self._modules for m in module.modules()]
         self.quantised = list({id(m.weight): m for m in inner if type(m) is QuantisedLinear}.values())
@@ -291,7 +296,8 @@ class _PartRun:
         source = None
         for module, args, kwargs in self._modules:
             args, kwargs = _fresh(args, self._gets_gradient), _fresh(kwargs, self._gets_gradient)
-            if self._loss and results:  # the head reads the norm's output
+            # The head reads the norm's output.
+            if self._loss and results:
                 args, kwargs = with_hidden_states(args, kwargs, results[-1])
             source = hidden_states(args, kwargs) if source is None else source
             results.append(first_output(module(*args, **kwargs)))
@@ -333,10 +339,11 @@ class ModelCalls:
     seq_len: int
     arguments: dict[str, Arguments] = field(default_factory=dict)
     attentions: list[AttentionCall] = field(default_factory=list)
-    state_bytes: Counter[str] = field(default_factory=Counter)  # by layer: of the states left by a slice of one row
+    # Per layer: bytes of the states left by a slice of one row.
+    state_bytes: Counter[str] = field(default_factory=Counter)
 
 
-_current: list[ModelCalls] = []  # the innermost recording is the last
+_current: list[ModelCalls] = []  # running recordings, innermost last
 
 
 @contextmanager
@@ -375,7 +382,8 @@ def record_calls(model: PreTrainedModel, anatomy: ModelAnatomy, length: int, seq
         modules = {part: model.get_submodule(part) for part in parts}
         with recorded_calls(modules) as run, recording(calls), torch.no_grad(), counted_operations(0), META:
             model(input_ids=zeros, position_ids=zeros.clone(), attention_mask=ones, use_cache=False)
-    except Exception as error:  # of attention that takes a mask apart, which here has no values
+    # Attention may look into its mask, which has no values here.
+    except Exception as error:
         if anatomy.attends_itself:
             raise SlipstreamError(uncountable(model.config, _ATTENDS_ITSELF)) from error
         raise
@@ -413,7 +421,8 @@ def _mask(*args: Any, mask_function: Callable[..., Tensor], **kwargs: Any) -> At
 
 
 def _first_key(mask_function: Callable[..., Tensor], query: int) -> int:
-    zero, keys = torch.tensor(0), torch.arange(query + 1)
+    zero = torch.tensor(0)
+    keys = torch.arange(query + 1)
     return int(torch.as_tensor(mask_function(zero, zero, torch.tensor(query), keys)).expand(query + 1).int().argmax())
 
 
@@ -447,7 +456,8 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         batch, heads, length, _ = query.shape
-        output = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)  # as sliced attention stores it
+        # The output gets the layout of sliced attention.
+        output = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
         logsumexp = query.new_empty(query.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(query, output, logsumexp)
         ctx.shapes = [key.shape, value.shape]
@@ -459,7 +469,7 @@ class _Attention(torch.autograd.Function):
         return (torch.empty_like(query), *(query.new_empty(shape) for shape in ctx.shapes))
 
 
-_running: list[OperationCounter] = []  # the innermost count is the last
+_running: list[OperationCounter] = []  # running counts, innermost last
 
 
 @contextmanager

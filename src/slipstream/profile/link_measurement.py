@@ -23,11 +23,11 @@ from slipstream.schedule import Action, Channel, Op
 _SIZES = tuple(4**k * 1024 for k in range(8))  # bytes: 1 KiB to 16 MiB
 _WARM_UPS = 3
 _REPEATS, _FEW_REPEATS = 15, 5
-_LONG = 5.0  # seconds of all sums, beyond which messages are repeated less often
+_LONG = 5.0  # seconds of all sums; beyond them, messages are repeated less often
 _HANDLED = (2**14, 2**18, 2**20, 2**22)  # bytes
 _WORK = 256  # rows and columns of a matrix that the ranks multiply meanwhile
-_MEANWHILE = 8  # of its products before a message is sent, and while it is on its way
-_PRODUCTS = 16  # before a message is sent, and before one is taken
+_MEANWHILE = 8  # products before a message is sent, and while it is on its way
+_PRODUCTS = 16  # products before a message is sent, and before it is received
 _Message = tuple[Channel, Action]
 
 
@@ -65,7 +65,7 @@ def measure_link(
         return replace(sums, points=())
     there = Channel("activations", 0, 1), Action(Op.SEND_F, 0)
     back = Channel("activations", 1, 0), Action(Op.SEND_F, 1)
-    num_parts = ranks.tensor.size if sequence_parallel else 1  # that are messages of their own
+    num_parts = ranks.tensor.size if sequence_parallel else 1  # parts that are messages of their own
     transport: Transport = connect_transport({there[0]: 8, back[0]: 8}, device, ranks)
     if ranks.tensor.size > num_parts:
         transport = ScatterGather(transport, ranks.tensor)
@@ -77,7 +77,8 @@ def measure_link(
     copies = device.type == "cpu" and end < 2
     handled = [_handling(transport, mine, theirs, size // num_parts, repeats) if copies else 0.0 for size in _HANDLED]
     ends = ranks.pipeline.gather(handled)[:2]
-    shorter = map(min, zip(*ends, strict=True))  # the faster of two ranks also waits for the other
+    # The faster of two ranks also waits for the other, so the shorter time counts.
+    shorter = map(min, zip(*ends, strict=True))
     link = fit_link(points, dist.get_backend(), tuple(zip(_HANDLED, shorter, strict=True)))
     return replace(link, sum_bandwidth=sums.bandwidth)
 
@@ -95,8 +96,9 @@ def fit_link(
 
 
 def _sum_point(group: RankGroup, count: int, device: torch.device, repeats: int) -> tuple[int, float]:
-    """Returns the bytes that each rank of a ring passes on to sum so many numbers, and the median time."""
-    numbers, seconds = torch.zeros(count, device=device), []
+    """Returns the bytes that each rank of a ring passes on for a sum of `count` numbers, and the median time."""
+    numbers = torch.zeros(count, device=device)
+    seconds = []
     for _ in range(_WARM_UPS + repeats):
         group.barrier()
         began = time.perf_counter()
@@ -118,13 +120,15 @@ def _gaps(
 ) -> list[float]:
     """Returns the seconds of round trips: of the first end from its sending to its taking, of the other from its
     taking to its sending."""
-    payload, factor = torch.zeros(num_bytes // 4, device=device), torch.ones(_WORK, _WORK)
+    payload = torch.zeros(num_bytes // 4, device=device)
+    factor = torch.ones(_WORK, _WORK)
     products = _MEANWHILE if device.type == "cpu" else 0
     seconds = []
     for _ in range(_WARM_UPS + repeats):
         transport.post_receive(*theirs, [TensorSpec(payload.shape, payload.dtype)])
         if sends_first:
-            _compute(factor, products)  # until the other end waits
+            # This rank computes until the other end waits.
+            _compute(factor, products)
             began = time.perf_counter()
             transport.send(*mine, (payload,))
             _compute(factor, products)
@@ -155,7 +159,8 @@ def _travel(first: Sequence[float], second: Sequence[float]) -> float:
 def _handling(transport: Transport, mine: _Message, theirs: _Message, num_bytes: int, repeats: int) -> float:
     """Returns the seconds for which one end of a message keeps a rank from computing: half of a computing rank's loss
     of time by sending one and receiving one, the median."""
-    payload, factor = torch.zeros(num_bytes // 4), torch.ones(_WORK, _WORK)
+    payload = torch.zeros(num_bytes // 4)
+    factor = torch.ones(_WORK, _WORK)
     seconds: dict[bool, list[float]] = {False: [], True: []}
     for _, talks in product(range(_WARM_UPS + repeats), seconds):
         if talks:

@@ -28,9 +28,9 @@ from slipstream.parallel import RankGroup, Ranks
 from slipstream.profile.stage_bench import StageBench
 from slipstream.schedule import Op
 
-_DENSE = 8  # the first multiples of the granularity are all in the grid
-_RATIO = 2**0.5  # between longer lengths; times between two of them are interpolated
-_SHORT_RATIO = 4  # the same where a few points are enough
+_DENSE = 8  # first multiples of the granularity, all of them in the grid
+_RATIO = 2**0.5  # ratio between longer lengths; times in between are interpolated
+_SHORT_RATIO = 4  # ratio between lengths if a few points are enough
 
 
 @dataclass
@@ -208,18 +208,19 @@ def _filling(has: list[Item], seconds: Mapping[Item, float], room: float) -> lis
 
 
 FIT_TOLERANCE = 0.02  # TeraPipe's mean relative error
-_FEWEST_SAMPLES = 2  # of a point, where they agree
-_LEAST_REPEATS = 3  # of points whose samples don't agree, unless all of the time is spent
-_NOTABLE = 0.1  # of a point's longest op: one of another op or stage that takes less may differ from sample to sample
-_STEADY = 0.05  # the relative difference of the quartiles of a point, above which it is measured again
+_FEWEST_SAMPLES = 2  # samples of a point, if they agree
+_LEAST_REPEATS = 3  # samples of a point, if they don't agree and time is left
+# Share of a point's longest op, below which another op or stage may differ from sample to sample.
+_NOTABLE = 0.1
+_STEADY = 0.05  # relative difference of a point's quartiles beyond which it is measured again
 _FURTHER_ROUNDS = 3
 _REFINEMENTS = 2
-_ROUND_SHARE = 0.2  # of the budget: points with which warming up, or a round, would take longer are left out
-_ROUND_SHARE_OF_FEW = 0.3  # the same where none is held out: two rounds are mostly enough then
-_GRID_SHARE = 0.7  # of the budget, the rest is for refinements
+_ROUND_SHARE = 0.2  # largest share of the budget for warming up or a round; points beyond it are left out
+_ROUND_SHARE_OF_FEW = 0.3  # the same without held-out points, as two rounds are mostly enough then
+_GRID_SHARE = 0.7  # share of the budget for the grid, the rest for refinements
 _FEWEST_POINTS = 8
-_Samples = dict[tuple[int, SlicePoint], dict[Op, list[float]]]  # by stage and point
-_Sizes = dict[tuple[int, int], tuple[int, ActionBytes]]  # by stage and length: of activations, and of actions
+_Samples = dict[tuple[int, SlicePoint], dict[Op, list[float]]]  # (stage, point) -> seconds of each op
+_Sizes = dict[tuple[int, int], tuple[int, ActionBytes]]  # (stage, length) -> bytes of activations, and of actions
 
 
 class TooLittleTimeError(SlipstreamError):
@@ -230,7 +231,7 @@ class TooLittleTimeError(SlipstreamError):
 
 
 class TimeBudget:
-    """The time that is left, on which all ranks agree.
+    """The remaining time, on which all ranks agree.
 
     Args:
         budget: seconds.
@@ -247,7 +248,10 @@ class TimeBudget:
         on_progress: Callable[[float], None],
         on_growth: Callable[[float], None] | None = None,
     ) -> None:
-        self.ranks, self._budget, self._on_progress, self._on_growth = ranks, budget, on_progress, on_growth
+        self.ranks = ranks
+        self._budget = budget
+        self._on_progress = on_progress
+        self._on_growth = on_growth
         self._began = time.perf_counter()
 
     def within(self, share: float, planned: float = 0.0) -> bool:
@@ -287,16 +291,17 @@ class MeasurementRun:
     """Collects seconds for every stage, point and op until the fits are good or the time is over."""
 
     benches: list[StageBench]
-    parts: Sequence[range]  # of every bench
+    parts: Sequence[range]  # parts of every bench
     grid: MeasurementGrid
     budget: TimeBudget
     teams: MeasuringTeams
     repeats: int  # rounds, at most
-    doubt: float  # relative, of each point's medians; where none is held out, between the two shortest samples of an op
-    windows: list[tuple[AttentionWindow, ...]] = field(init=False)  # of every bench
+    # Relative doubt of each point's median; without held-out points, of an op's two shortest samples.
+    doubt: float
+    windows: list[tuple[AttentionWindow, ...]] = field(init=False)  # attention windows of every bench
     samples: _Samples = field(default_factory=lambda: defaultdict(lambda: {op: [] for op in OPS}))
-    warm: dict[int, float] = field(default_factory=dict)  # seconds that each length's first slice took in all stages
-    rounds: int = 0  # that were measured
+    warm: dict[int, float] = field(default_factory=dict)  # length -> seconds of its first slice in all stages
+    rounds: int = 0  # number of measured rounds
 
     def run(self) -> tuple[MeasuredStage, ...]:
         """Warms up, measures the grid, then measures again where the fit is off. Returns the stages. Collective."""

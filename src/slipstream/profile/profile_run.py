@@ -39,9 +39,9 @@ from slipstream.version import __version__
 
 # The formats of weights by the name of a profile's dtype
 _DTYPES = (*FORMATS, AUTOCAST)
-_LONGEST_SLICE = 8192  # tokens by default: the logits of more would rarely fit
+_LONGEST_SLICE = 8192  # tokens by default; the logits of more would rarely fit
 _OPTIMIZER_REPEATS = 5
-_DOUBT = 0.005  # of a point's median: a plan's stages add up many of them
+_DOUBT = 0.005  # doubt of a point's median; small, as a plan's stages add up many points
 _DOUBT_OF_FEW = 0.04  # between the two shortest samples of an op
 _CACHES = 128 * 2**20  # bytes: many times a core's share of a CPU's caches
 
@@ -54,11 +54,11 @@ class ProfileSettings:
     microbatch_size: int = 1
     dtype: str = "float32"
     longest_slice: int | None = None  # default: the sequence, at most 8192
-    granularity: int | None = None  # slice lengths are multiples of it; default: a 32nd of the longest
-    repeats: int = 15  # rounds in which a point is measured, at most
+    granularity: int | None = None  # common divisor of slice lengths; default: a 32nd of the longest slice
+    repeats: int = 15  # largest number of rounds per point
     budget: float = 120.0  # seconds of measuring, without building the stages
-    few_points: bool = False  # whether a few points are enough, none of them held out of the fit
-    parallel: Parallelism = Parallelism()  # how ranks share the work of a stage
+    few_points: bool = False  # True if a few points are enough, none of them held out of the fit
+    parallel: Parallelism = Parallelism()  # the ways in which ranks share a stage's work
 
     def check(self, config: PretrainedConfig) -> None:
         """Raises SlipstreamError where a model can't be measured so."""
@@ -190,7 +190,8 @@ def make_benches(
     shared = SharedStages.of(config, ends, ranks, settings.parallel)
     shared.shard(model)
     others = None
-    if device.type == "cpu":  # as large as the weights and gradients
+    # This tensor is as large as the weights and gradients.
+    if device.type == "cpu":
         others = torch.ones(min(2 * sum(parameter.nbytes for parameter in model.parameters()), _CACHES) // 4)
     made = [CausalLMStage(copy_with_shared_weights(model), part, cut, device, **vars(shared)) for cut, part in cuts]
     sizes = settings.microbatch_size, settings.seq_len

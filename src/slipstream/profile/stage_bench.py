@@ -26,7 +26,7 @@ from slipstream.parallel import RankGroup, Ranks, own_tokens, shared_slice
 from slipstream.parallel.tensor import TensorParallel, vocabulary_cross_entropy
 from slipstream.schedule import Op
 
-_PIECE = 1024  # tokens of each step while the context is filled, so that the head's logits stay small
+_PIECE = 1024  # tokens per step of filling the context; few, so that the head's logits stay small
 
 
 class PrefilledStore(ContextStore):
@@ -87,7 +87,10 @@ class StageBench:
         ranks: Ranks | None = None,
     ) -> None:
         stage.check_measurable()
-        self.stage, self.seq_len, self._others, self._shared = stage, seq_len, others, shared
+        self.stage = stage
+        self.seq_len = seq_len
+        self._others = others
+        self._shared = shared
         self._team, self._sharing = (RankGroup(),) * 2 if ranks is None else (ranks.team, ranks.sharing)
         self._loss: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = causal_cross_entropy
         if shared is not None:
@@ -100,7 +103,7 @@ class StageBench:
         shape = (batch, seq_len, stage.hidden_size)
         self._hidden = torch.randn(shape, generator=generator, dtype=stage.hidden_dtype, device=device)
         self._store = PrefilledStore(seq_len)
-        self._warm: set[int] = set()  # lengths of slices whose F and B have run
+        self._warm: set[int] = set()  # lengths of slices with warm F and B
         self._wall, self._computing = 0.0, 0.0  # seconds
         self._fill()
 
@@ -129,13 +132,15 @@ class StageBench:
         stage saves too (weights that autocast has cast) don't count.
         """
         others = [*self.stage.model.parameters(), *self.stage.model.buffers(), self._ids, self._positions]
-        twin = self._saved(1)  # alive until the second slice is counted
+        # The first result stays alive until the second slice is counted.
+        twin = self._saved(1)
         return storage_bytes(self._saved(length), apart_from=storage_ids([*others, *twin]))
 
     def action_bytes(self, *lengths: int) -> list[ActionBytes]:
         """Returns the bytes of F, B, I and W of the sequence's last slice, which has the longest context, for every
         length of it."""
-        for length in {*lengths} - self._warm:  # makes weight gradients, and all that is cached
+        # Warming up makes the weight gradients, and everything that is cached.
+        for length in {*lengths} - self._warm:
             self.warm_up(length, self.seq_len - length)
         with memory_meter(self._device) as memory:
             return [self._action_bytes(length, memory) for length in lengths]
@@ -164,7 +169,8 @@ class StageBench:
 
     def context_bytes(self) -> tuple[int, int]:
         """Returns the bytes per token of the keys and values, and of their gradients."""
-        if self._warm:  # gradients are there
+        # The gradients are there.
+        if self._warm:
             self._store.free()
             self._fill()
         before = self._store.num_bytes
@@ -201,7 +207,8 @@ class StageBench:
         saved: list[Tensor] = []
 
         def pack(tensor: Tensor) -> Tensor:
-            saved.append(tensor.detach())  # an output itself would hold the graph that holds it
+            # The output itself would hold the graph that holds it.
+            saved.append(tensor.detach())
             return saved[-1]
 
         self._store.rewind(0)
@@ -213,14 +220,16 @@ class StageBench:
     def _compute(self, length: int, context: int, hidden: Tensor | None) -> Tensor:
         span = slice(context, context + length)
         ids, positions = self._ids[:, span], self._positions[:, span]
-        longer = self._store.length  # so that no slice is a whole sequence, which layers compute without a state
+        # Layers compute a whole sequence without a state, so the sequence is longer than any slice.
+        longer = self._store.length
         token_slice = TokenSlice(ids, positions, None, context, longer, max_position=self.seq_len - 1)
         if self._sharing.size > 1:
             token_slice = shared_slice(token_slice, self._sharing.rank, self._sharing.size)
         output = self.stage.compute(token_slice, () if hidden is None else (hidden,), self._store)
         if not self.stage.is_last:
             return output[0]  # type: ignore[no-any-return]
-        total, _ = self._loss(output, token_slice.input_ids)  # any labels work
+        # Any labels do.
+        total, _ = self._loss(output, token_slice.input_ids)
         return total / ids.numel()
 
     def _input(self, length: int) -> Tensor | None:
@@ -260,9 +269,11 @@ class StageBench:
         if self._others is not None:
             self._others.sum()
         self._team.barrier()
-        began = time.process_time()  # of all threads: with several, another program's share doesn't show
+        # The time of all threads of this process leaves out another program's share.
+        began = time.process_time()
         seconds = seconds_of(work, self._device)
-        if self._team.size > 1 and exchanges:  # a rank that waits for another one doesn't compute either
+        # A rank that waits for another one doesn't compute either.
+        if self._team.size > 1 and exchanges:
             return seconds
         computing = time.process_time() - began
         self._computing += computing
@@ -316,7 +327,8 @@ class LiveMemory(TorchDispatchMode):
         self.peak = self.num_bytes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not torch.ops.aten.lift_fresh.default:  # whose argument has just been made, without an operation
+        # The argument of this op has just been made, without an operation.
+        if func is not torch.ops.aten.lift_fresh.default:
             for tensor in _tensors(args if not kwargs else (*args, *kwargs.values())):
                 self._add(tensor, counted=False)
         result = func(*args, **kwargs or {})
@@ -327,7 +339,8 @@ class LiveMemory(TorchDispatchMode):
     def _add(self, tensor: Tensor, counted: bool = True) -> None:
         key = storage_id(tensor)
         if key in self._references or tensor.device.type != "cpu" or isinstance(tensor, FakeTensor):
-            return  # a trace's tensors have no memory
+            # A trace's tensors have no memory.
+            return
         storage = tensor.untyped_storage()
         if size := storage.nbytes():
             self._references[key] = weakref.ref(storage, partial(self._remove, key, size))
