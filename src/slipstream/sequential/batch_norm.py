@@ -67,7 +67,7 @@ class MiniBatchStatistics:
             module: torch.zeros_like(module.get_buffer("running_mean"), dtype=torch.float64).expand(3, -1)
             for module in self._modules
         }
-        self._microbatch: int | None = None  # the one whose forward runs
+        self._microbatch: int | None = None  # the microbatch whose forward runs
         self._is_noting = True
         self.num_calls: Counter[nn.Module] = Counter()  # noted since the step began
         for module in self._modules:
@@ -81,7 +81,8 @@ class MiniBatchStatistics:
     @contextmanager
     def seeing(self, microbatch: int, again: bool = False) -> Iterator[None]:
         """Surrounds a stage's training forward of this microbatch; `again` if this part of it ran before."""
-        self._microbatch, self._is_noting = microbatch, not again
+        self._microbatch = microbatch
+        self._is_noting = not again
         try:
             yield
         finally:
@@ -158,7 +159,8 @@ def _move(modules: Sequence[_BatchNorm], rows: Tensor) -> None:
     parts = torch.split(rows, [module.num_features for module in modules], dim=1)
     for module, (count, mean, squares) in zip(modules, parts, strict=True):
         if not count.any():
-            continue  # in evaluation mode
+            # The module was in evaluation mode.
+            continue
         num_batches = module.get_buffer("num_batches_tracked").add_(1)
         momentum = 1 / float(num_batches) if module.momentum is None else module.momentum
         for name, new in (("running_mean", mean), ("running_var", squares / (count - 1))):

@@ -27,7 +27,8 @@ _HOOK_NAMES = HOOK_NAMES | {
     "_load_state_dict_post_hooks": "hook after load_state_dict",
 }
 _GLOBAL_HOOKS = [f"_global{kind}" for kind in HOOKS]
-_MAY_DEFINE = {"__init__", "__repr__", "_get_name", "extra_repr", "_version"}  # no forward or state depends on these
+# Methods that no forward or state depends on.
+_MAY_DEFINE = {"__init__", "__repr__", "_get_name", "extra_repr", "_version"}
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,8 @@ def nested_sequences(model: nn.Sequential) -> list[nn.Sequential]:
 
 
 def _flattened(module: nn.Module, prefix: str) -> Iterator[SequentialLayer]:
-    for name, child in module._modules.items():  # with repetitions: a layer may run twice
+    # `_modules` lists repetitions too: a layer may run twice.
+    for name, child in module._modules.items():
         assert child is not None
         if isinstance(child, nn.Sequential) and own_behaviour(child, nn.Sequential) is None:
             yield from _flattened(child, f"{prefix}{name}.")
@@ -278,7 +280,7 @@ class Skip:
     def __init__(self, name: str) -> None:
         """`name` identifies it in errors and in the timeline; it must be unique in a model."""
         self.name = name
-        self.tensor: Tensor | None = None  # on its way from the stash to the pop
+        self.tensor: Tensor | None = None  # the skip, on its way from the stash to the pop
 
     def stash(self, index: int = 0) -> SkipStash:
         """Returns the layer where it begins, which passes on its input and keeps it, or element `index` of a tuple."""
@@ -294,7 +296,8 @@ class SkipStash(nn.Module):
 
     def __init__(self, skip: Skip, index: int) -> None:
         super().__init__()
-        self.skip, self.index = skip, index
+        self.skip = skip
+        self.index = index
 
     def forward(self, inputs: LayerValue) -> LayerValue:
         self.skip.tensor = inputs[self.index] if isinstance(inputs, tuple) else inputs
@@ -335,9 +338,9 @@ class BatchSlice:
     microbatch: int = 0
     index: int = 0  # the number of the token slice
     seed: int = 0  # the step's seed
-    tokens: range | None = None  # the slice's; None: the microbatch isn't sliced
+    tokens: range | None = None  # the slice's tokens; None: an unsliced microbatch
     length: int = 1  # tokens of all slices together
-    max_position: ClassVar[int] = -1  # layers of one's own know no positions
+    max_position: ClassVar[int] = -1  # placeholder: the user's layers know no positions
     lone_sequences: ClassVar[tuple[()]] = ()
 
     @property
@@ -351,8 +354,8 @@ class LayerContext:
 
     piece: BatchSlice
     store: ContextStore  # keys and values of the microbatch's slices
-    tokens: range | None = None  # those that the layers work on; None: all of the input
-    layer: int = -1  # the layer that runs, counted over the whole sequence
+    tokens: range | None = None  # the tokens that the layers work on; None: all of the input
+    layer: int = -1  # number of the running layer in the whole sequence
     calls: Counter[int] = field(default_factory=Counter)  # calls of attention, by layer
 
     def seed(self) -> int:

@@ -44,10 +44,10 @@ class LayerWork:
     """The operations, bytes moved and bytes saved of a layer's forward of a microbatch."""
 
     flops: float = 0
-    num_bytes: float = 0  # read and written by all operations
-    saved_bytes: int = 0  # kept for its backward, parameters aside
+    num_bytes: float = 0  # bytes read and written by all operations
+    saved_bytes: int = 0  # bytes kept for the backward, parameters aside
     is_random: bool = False
-    differentiates: bool = False  # in its forward
+    differentiates: bool = False  # True if the forward itself differentiates
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,8 @@ class ShapeTrace:
     output."""
 
     boundaries: tuple[LayerBoundary, ...]
-    skips: dict[str, tuple[TensorSpec, bool]]  # its tensor, and whether a layer after the pop changes it in place
+    # Spec of the skip's tensor; True if a layer after the pop changes it in place.
+    skips: dict[str, tuple[TensorSpec, bool]]
     work: tuple[LayerWork, ...]
 
 
@@ -74,7 +75,8 @@ class ShapeTracer:
     """Traces microbatches, each shape once, with copies of all layers that take no memory."""
 
     def __init__(self, layers: Sequence[SequentialLayer], device: torch.device) -> None:
-        self.layers, self.device = layers, device
+        self.layers = layers
+        self.device = device
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.copies = _without_memory([layer.module for layer in layers], self.mode, device)
         self.statistics = MiniBatchStatistics(self.copies)
@@ -100,9 +102,11 @@ class _TraceRun:
 
     def __init__(self, tracer: ShapeTracer, training: bool, num_tokens: int | None) -> None:
         """`num_tokens` is a slice's number of tokens; None: tokens aren't cut."""
-        self._tracer, self._training, self._num_tokens = tracer, training, num_tokens
-        self._values: list[tuple[LayerValue, list[int], tuple[bool, ...]]] = []  # at every boundary, with the tensors'
-        # versions then, and which are shared
+        self._tracer = tracer
+        self._training = training
+        self._num_tokens = num_tokens
+        # At every boundary: the value, its tensors' versions there, and True for each shared tensor.
+        self._values: list[tuple[LayerValue, list[int], tuple[bool, ...]]] = []
         self._shared: set[int] = set()  # ids
         self._stashed: dict[str, Tensor] = {}
         self._popped: dict[str, tuple[Tensor, int]] = {}
@@ -145,7 +149,8 @@ class _TraceRun:
         return as_value((hidden[:, :num_tokens].clone(), *others), isinstance(value, tuple))
 
     def _stash(self, layer: SequentialLayer, stash: SkipStash, value: LayerValue) -> LayerValue:
-        tensors, name = as_tuple(value), stash.skip.name
+        tensors = as_tuple(value)
+        name = stash.skip.name
         if not -len(tensors) <= stash.index < len(tensors):
             raise SlipstreamError(f"{layer}: stash({stash.index}) of the skip {name!r} is given {_described(value)}.")
         tensor = self._stashed[name] = tensors[stash.index].view_as(tensors[stash.index])  # a distinct object
@@ -154,10 +159,12 @@ class _TraceRun:
 
     def _call(self, layer: SequentialLayer, module: nn.Module, value: LayerValue) -> LayerValue:
         before = _identities(module) if self._training else {}
-        identities = _identities(layer.module) if self._training else {}  # for functions that use a global name
+        # The whole layer is compared too, for functions that use a global name.
+        identities = _identities(layer.module) if self._training else {}
         counter = _WatchedOperations()
         saved = SavedStorages([*module.parameters(), *module.buffers(), *as_tuple(value)])
-        statistics, engine = self._tracer.statistics, _WatchedEngine()
+        statistics = self._tracer.statistics
+        engine = _WatchedEngine()
         try:
             with (
                 counter,
@@ -292,16 +299,18 @@ class _WatchedOperations(OperationCounter):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()
         self.is_random = False
-        self.written: set[int] = set()  # identities of storages that are changed in place
+        self.written: set[int] = set()  # ids of storages changed in place
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = super().__torch_dispatch__(func, types, args, kwargs)
         self.is_random |= torch.Tag.nondeterministic_seeded in func.tags
         op = func.overloadpacket
-        if func._schema.is_mutable and op is not _aten.embedding_renorm_:  # max_norm, which changes a row once
+        # max_norm changes a row only once, so embedding_renorm_ doesn't count.
+        if func._schema.is_mutable and op is not _aten.embedding_renorm_:
             self.written |= storage_ids(written_tensors(func, args, kwargs))
-        if op in _BATCH_NORMS and args[5]:  # in training it changes its averages, of which its schema says nothing
+        # Batch norm changes its averages in training, which its schema doesn't say.
+        if op in _BATCH_NORMS and args[5]:
             self.written |= storage_ids(operand for operand in args[3:5] if isinstance(operand, Tensor))
         return result
 
@@ -315,7 +324,8 @@ class _WatchedEngine:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Counts from here on."""
-        self._engine, self._disable = Variable._execution_engine, graph.disable_saved_tensors_hooks
+        self._engine = Variable._execution_engine
+        self._disable = graph.disable_saved_tensors_hooks
         engine = patch.object(Variable, "_execution_engine", self)
         with engine, patch.object(graph, "disable_saved_tensors_hooks", self._begin_transform):
             yield

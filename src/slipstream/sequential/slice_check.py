@@ -35,8 +35,9 @@ from slipstream.sequential.layer_list import (
 )
 
 BOUND = 1e-10  # the largest difference, relative to the largest number
-_MOST_TOKENS, _FEWEST_TOKENS = 512, 32  # of an example that is longer
-_MOST_PRODUCTS = 2**30  # parameters times tokens, which bounds how long the check takes
+_MOST_TOKENS, _FEWEST_TOKENS = 512, 32  # limits on the tokens of an example, which is cut to them if longer
+# Limits the duration of the check: parameters times tokens.
+_MOST_PRODUCTS = 2**30
 _LEFT_OUT = "(runtime.self_check=False leaves this check out.)"
 
 
@@ -67,7 +68,7 @@ class _Trial:
 
     training: bool
     is_random: bool = True
-    is_positive: bool = False  # and the random weights above zero, the tokens as they are
+    is_positive: bool = False  # True: random weights above zero, and tokens as they are
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class _Run:
     outputs: list[Tensors]
     is_tuple: bool
     draws: list[list[int]]  # how many random numbers each call draws, by slice
-    is_opaque: bool  # whether some are drawn that can't be made the same everywhere
+    is_opaque: bool  # True if some draws can't be made the same everywhere
     bound: float
     store: ContextStore
 
@@ -136,21 +137,26 @@ class _SliceComparison:
             return
         if isinstance(module, SkipPop):
             tensor, dim = self._skips.pop(module.skip.name)
-            self._whole, self._dims, self._is_tuple = (*self._whole, tensor), [*self._dims, dim], True
+            self._whole = (*self._whole, tensor)
+            self._dims = [*self._dims, dim]
+            self._is_tuple = True
             return
         outputs, is_tuple, dims = self._tried(layer, _Trial(training=False, is_random=False))
         for training in (True, False):
             for trial in (_Trial(training), _Trial(training, is_positive=True), _Trial(training, is_random=False)):
                 if self._tried(layer, trial)[0]:
                     break
-        self._whole, self._is_tuple, self._dims = outputs, is_tuple, dims
+        self._whole = outputs
+        self._is_tuple = is_tuple
+        self._dims = dims
 
     def _tried(self, layer: SequentialLayer, trial: _Trial) -> tuple[Tensors, bool, list[int | None]]:
         """Returns the layer's output and how it is cut, or nothing where it gives no numbers with random weights.
 
         Raises SlipstreamError where slices give something else.
         """
-        module, given = _copy(layer.module, trial.training), self._whole
+        module = _copy(layer.module, trial.training)
+        given = self._whole
         if trial.is_random:
             _randomize(module, trial.is_positive)
             given = given if trial.is_positive else tuple(map(self._varied, given, self._dims))
@@ -190,7 +196,12 @@ class _SliceComparison:
     ) -> _Run:
         """Runs the layer's forward on each slice's input; without slices, on the whole."""
         store = ContextStore(sum(map(len, self._tokens)))
-        leaves, outputs, draws, eps, is_tuple, is_opaque = [], [], [], 0.0, False, False
+        leaves = []
+        outputs = []
+        draws = []
+        eps = 0.0
+        is_tuple = False
+        is_opaque = False
         places: Sequence[range | None] = slices or [None]
         for slice_inputs, tokens in zip(given, places, strict=True):
             entered = [tensor.detach().clone().requires_grad_(tensor.is_floating_point()) for tensor in slice_inputs]
@@ -202,7 +213,9 @@ class _SliceComparison:
                 stack.enter_context(torch.enable_grad())
                 mode = stack.enter_context(_FixedDraws())
                 output = _called(layer, module, value)
-            is_tuple, is_opaque, eps = isinstance(output, tuple), is_opaque or mode.is_opaque, max(eps, mode.eps)
+            is_tuple = isinstance(output, tuple)
+            is_opaque = is_opaque or mode.is_opaque
+            eps = max(eps, mode.eps)
             leaves.append(entered)
             outputs.append(as_tuple(output))
             draws.append(mode.draws)
@@ -276,9 +289,9 @@ class _FixedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.draws: list[int] = []  # how many numbers each call draws; 0: numbers that depend on each other
+        self.draws: list[int] = []  # numbers drawn by each call; 0: numbers that depend on each other
         self.is_opaque = False
-        self.eps = 0.0  # of the narrowest dtype below float64
+        self.eps = 0.0  # eps of the narrowest dtype below float64
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **kwargs or {})
@@ -356,7 +369,7 @@ def _cut_dim(whole: Tensor, parts: Sequence[Tensor], bound: float) -> int | bool
 
 
 def _pattern(like: Tensor) -> Tensor:
-    """Returns numbers that differ from place to place, as the gradient of a layer's output."""
+    """Returns a gradient of a layer's output, whose numbers differ from place to place."""
     places = torch.arange(like.numel(), dtype=torch.float64, device=like.device).view(like.shape)
     return ((places * 1.7).sin() + 0.1).to(like.dtype)
 

@@ -71,14 +71,18 @@ class SequentialStage(PipelineStage):
         """With `has_segments` it keeps only the inputs of some segments of its layers, and recomputes them in its
         backward; `recompute` says which layers are such a segment each."""
         self._number, self.layers_here = number, stages[number]  # the numbers of its layers
-        self.is_first, self.is_last = number == 0, number == len(stages) - 1
+        self.is_first = number == 0
+        self.is_last = number == len(stages) - 1
         self.has_loss = self.is_last
-        self.vocabulary = None  # it has no head whose rows could be spread
+        # There is no head whose rows could be spread.
+        self.vocabulary = None
         own = [tracer.layers[index] for index in self.layers_here]
-        self._names, self.layers = [layer.name for layer in own], [layer.module for layer in own]
+        self._names = [layer.name for layer in own]
+        self.layers = [layer.module for layer in own]
         self.model = nn.ModuleList(self.layers).to(tracer.device)
         self.tied = []
-        self._tracer, self._has_segments = tracer, has_segments
+        self._tracer = tracer
+        self._has_segments = has_segments
         self._recompute = recompute or RecomputePolicy()
         self._routes = {route.name: route for route in routes}
         place = {index: owner for owner, owned in enumerate(stages) for index in owned}
@@ -113,7 +117,8 @@ class SequentialStage(PipelineStage):
         names = [name for name, _ in self._travelling_skips(self._arrivals, piece)]
         num_regular = len(inputs) - len(names)
         tensors = piece.tensors if self.is_first else inputs[:num_regular]
-        skips, context = dict(zip(names, inputs[num_regular:], strict=True)), LayerContext(piece, store)
+        skips = dict(zip(names, inputs[num_regular:], strict=True))
+        context = LayerContext(piece, store)
         if piece.tokens is None:
             tensors, skips = self._through(self.layers_here, tensors, skips, context)
         else:
@@ -143,7 +148,8 @@ class SequentialStage(PipelineStage):
         begins_here = self.layers_here.start <= self._cut
         boundary = self._trace(piece).boundaries[self._cut + 1 if begins_here else self.layers_here.start]
         numbers = [n for n, is_shared in enumerate(boundary.is_shared) if is_shared or (begins_here and n == 0)]
-        brought, regular = None, [*tensors]
+        brought = None
+        regular = [*tensors]
         if piece.index == 0:
             brought = tuple(tensors[index] for index in numbers)
             regular = [tensor for index, tensor in enumerate(tensors) if index not in numbers]
@@ -151,7 +157,8 @@ class SequentialStage(PipelineStage):
                 is_cut = [begins_here and index == 0 for index in numbers]
                 store.shared = SharedTensors(copied_from_messages(brought, inputs), is_cut)
         assert isinstance(store.shared, SharedTensors)
-        shared, others = iter(store.shared.read(piece.tokens, brought)), iter(regular)
+        shared = iter(store.shared.read(piece.tokens, brought))
+        others = iter(regular)
         return tuple(next(shared if index in numbers else others) for index in range(len(boundary.specs)))
 
     def _through(self, layers: range, tensors: Tensors, skips: Skips, context: LayerContext) -> tuple[Tensors, Skips]:
@@ -172,7 +179,8 @@ class SequentialStage(PipelineStage):
         self, segment: range, tensors: Tensors, skips: Skips, context: LayerContext
     ) -> tuple[Tensors, Skips]:
         """Runs `_run`, keeping only its inputs."""
-        popped, num_tensors = [name for name in skips if self._routes[name].pop in segment], len(tensors)
+        popped = [name for name in skips if self._routes[name].pop in segment]
+        num_tensors = len(tensors)
 
         def run(inputs: Tensors, again: bool) -> tuple[Tensors, Skips]:
             entered = dict(zip(popped, inputs[num_tensors:], strict=True))
@@ -189,9 +197,11 @@ class SequentialStage(PipelineStage):
     def _run(
         self, layers: range, tensors: Tensors, skips: Skips, context: LayerContext, again: bool = False
     ) -> tuple[Tensors, Skips]:
-        piece, trace = context.piece, self._trace(context.piece)
+        piece = context.piece
+        trace = self._trace(context.piece)
         context = LayerContext(piece, context.store, piece.tokens if layers.start > self._cut else None)
-        came, skips = trace.boundaries[layers.start], dict(skips)
+        came = trace.boundaries[layers.start]
+        skips = dict(skips)
         value = as_value(_own(tensors, came.changed), came.is_tuple)
         is_random = any(trace.work[index].is_random for index in layers)
         fork = torch.random.fork_rng(enabled=is_random)
@@ -243,7 +253,8 @@ class SequentialStage(PipelineStage):
 
     def _travelling(self, number: int, piece: BatchSlice) -> list[int]:
         """Returns which tensors of a boundary go from stage to stage: with the first slice all of them."""
-        is_own, is_shared = number > self._cut, self._trace(piece).boundaries[number].is_shared
+        is_own = number > self._cut
+        is_shared = self._trace(piece).boundaries[number].is_shared
         return [index for index, shared in enumerate(is_shared) if piece.index == 0 or (is_own and not shared)]
 
     def _travelling_skips(self, skips: list[tuple[str, int]], piece: BatchSlice) -> list[tuple[str, int]]:
@@ -352,7 +363,7 @@ def choose_segments(owned: range, trace: ShapeTrace) -> list[range]:
     """Returns the best number of segments of a stage's layers, each with about as many bytes to recompute."""
     inputs = [sum(spec.num_bytes for spec in trace.boundaries[index].specs) for index in owned]
     intermediate = [float(trace.work[index].saved_bytes) for index in owned]
-    ratio = len(owned) * sum(intermediate) / max(sum(inputs), 1)  # l A_intermediate / A_input, of the mean layer
+    ratio = len(owned) * sum(intermediate) / max(sum(inputs), 1)  # l A_intermediate / A_input of the mean layer
     num_segments = min(max(round(sqrt(ratio)), 1), len(owned))
     bounds = accumulate(partition_layers(intermediate, num_segments), initial=owned.start)
     return [range(start, end) for start, end in pairwise(bounds)]
