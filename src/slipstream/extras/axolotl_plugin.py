@@ -118,5 +118,6 @@ class _PipelineTrainer(SlipstreamTrainer, AxolotlTrainer):  # type: ignore[misc]
         """Trains, and then gives the model that axolotl has loaded, and will save, the weights of all ranks."""
         result = super().train(*args, **options)
         if state := self.pipe.state_dict():
-            self._whole.load_state_dict(state, strict=False)  # a tied weight has one name
+            # A tied weight has a single name there.
+            self._whole.load_state_dict(state, strict=False)
         return result

@@ -38,7 +38,7 @@ from slipstream.model import (
 )
 from slipstream.model.hooks import Arguments, first_output, hidden_states
 
-PipelinePlan = Mapping[str, Any]  # as base_model_pp_plan: module -> (inputs, outputs), in the order they run
+PipelinePlan = Mapping[str, Any]  # a base_model_pp_plan: module -> (inputs, outputs), in running order
 _TOY_LENGTH = 12  # tokens
 SUPPORTED = (
     "Sequences are pipelined by microbatches only. Plans allow T5Gemma (encoder and decoder), EuroBERT, ESMC, "
@@ -198,7 +198,8 @@ def _build(
     stacks = find_stacks(model, plan)
     trial = toy_inputs(model, inputs)
     described = {name: tensor.shape[1:] for name, tensor in trial.items()}
-    tensors, behind = tuple(trial.values()), None
+    tensors = tuple(trial.values())
+    behind = None
     sequence: dict[str, nn.Module] = {}
     for place, stack in enumerate(stacks):
         connector = StackConnector(copy_with_shared_weights(model), stacks, place, described, constants, behind)
@@ -261,7 +262,8 @@ class StackLayer(nn.Module):
 
     def __init__(self, layer: nn.Module, arguments: Arguments) -> None:
         super().__init__()
-        self.layer, self._arguments = layer, arguments
+        self.layer = layer
+        self._arguments = arguments
 
     def forward(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         args, kwargs = with_tensors(self._arguments, tensors)
@@ -289,7 +291,8 @@ class StackConnector(nn.Module):
         super().__init__()
         self.layer_calls: LayerCalls | None = None
         self._calls_behind = calls_behind
-        self._inputs, self._constants = inputs, constants
+        self._inputs = inputs
+        self._constants = constants
         self._skips_encoder = place == 2
         behind = stacks[place - 1] if place else None
         ahead = stacks[place] if place < len(stacks) else None
@@ -330,7 +333,8 @@ class StackConnector(nn.Module):
         except LayersReachedError:
             calls = self._running.calls
         finally:
-            self._running.hidden, self._running.calls = None, []
+            self._running.hidden = None
+            self._running.calls = []
         if self.layer_calls is None:
             self.layer_calls, known = LayerCalls.of(calls)
         else:
@@ -400,7 +404,8 @@ class CallRecorder(Placeholder):
 
     def __init__(self, running: ForwardState, original: nn.Module, is_last: bool) -> None:
         super().__init__(original)
-        self._running, self._is_last = running, is_last
+        self._running = running
+        self._is_last = is_last
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._running.calls.append((args, kwargs))
@@ -476,7 +481,7 @@ class LayerCalls:
     @classmethod
     def of(cls, calls: Sequence[Arguments]) -> tuple[LayerCalls, tuple[Tensor, ...]]:
         """Returns the layout of these calls, one for each layer, and the tensors in its order."""
-        known = [hidden_states(*calls[0])]  # and then the extras
+        known = [hidden_states(*calls[0])]  # the hidden states, followed by the extras
 
         def index(tensor: Tensor) -> TensorIndex:
             place = next((i for i, other in enumerate(known) if other is tensor), len(known))

@@ -30,7 +30,7 @@ from slipstream.units import bytes_text
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 _SMI_SECONDS = 5
-_OURS = 2e9  # bytes: more than CUDA's own context takes
+_OURS = 2e9  # bytes; more than CUDA's own context takes
 
 
 def find_gpus() -> Iterator[Finding]:
@@ -174,7 +174,7 @@ _ON_GPUS = {
 }
 _ON_CPUS = {"flash attention": SDPBackend.FLASH_ATTENTION}
 _FORWARD_AND_BACKWARD = 3.5  # times the multiplications of a forward: 2 products, and then 5
-_ROUNDING = 0.02  # of sums whose parts are added in bfloat16
+_ROUNDING = 0.02  # relative rounding error of sums in bfloat16
 # PyTorch's further warnings when it is asked for one kernel alone
 _NO_REASONS = ("not used because", "runtime disabled")
 _Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -200,7 +200,8 @@ def find_products() -> Iterator[Finding]:
         try:
             _check_product(device)
             yield Finding(topic, _rate_of_products(device))
-        except (RuntimeError, ArithmeticError) as error:  # torch.OutOfMemoryError is a RuntimeError
+        # torch.OutOfMemoryError is a RuntimeError, too.
+        except (RuntimeError, ArithmeticError) as error:
             yield Finding(topic, "failed", _broken(device, error))
 
 
@@ -224,7 +225,8 @@ def _check_product(device: torch.device) -> None:
 
 
 def _rate_of_products(device: torch.device) -> str:
-    n, dtype = _SIZES[device.type].matrix, _dtype(device)
+    n = _SIZES[device.type].matrix
+    dtype = _dtype(device)
     a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
     seconds = seconds_per_call(lambda: torch.mm(a, b), device)
     return f"{_rate_text(2 * n**3 / seconds)} ({n} x {n}, {_short(dtype)})"
@@ -247,7 +249,8 @@ def _sdpa_rate(backend: SDPBackend, device: torch.device) -> str:
         with sdpa_kernel([backend]):
             return functional.scaled_dot_product_attention(query, key, value, is_causal=True)
 
-    with warnings.catch_warnings(record=True) as caught:  # which say why PyTorch leaves a kernel out
+    # PyTorch's warnings say why it leaves a kernel out.
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             return _attention_rate(attention, device, tokens_first=False)
@@ -270,7 +273,8 @@ def _package_rate(module: str, device: torch.device) -> str:
 
     try:
         return _attention_rate(attention, device, tokens_first=True)
-    except Exception as error:  # of a package that may do anything
+    # A package may raise anything.
+    except Exception as error:
         return f"not here: {error_text(error)}"
 
 
@@ -279,19 +283,22 @@ def _can_import(module: str) -> str:
         if find_spec(module.partition(".")[0]) is None:
             return f"not here: {module} isn't installed"
         importlib.import_module(module)
-    except Exception as error:  # of a package that may do anything
+    # A package may raise anything.
+    except Exception as error:
         return f"not here: {error_text(error)}"
     return f"{module} can be imported; not measured, as it is compiled when it first runs"
 
 
 def _attention_rate(attention: _Attention, device: torch.device, tokens_first: bool) -> str:
-    size, dtype = _SIZES[device.type], _dtype(device)
+    size = _SIZES[device.type]
+    dtype = _dtype(device)
     places = (size.tokens, size.heads) if tokens_first else (size.heads, size.tokens)
     shape = (1, *places, size.width)
     query, key, value, grad = (torch.randn(shape, device=device).to(dtype) for _ in range(4))
     inputs = [tensor.requires_grad_() for tensor in (query, key, value)]
     seconds = seconds_per_call(lambda: torch.autograd.grad(attention(query, key, value), inputs, grad), device)
-    flops = _FORWARD_AND_BACKWARD * 2 * size.heads * size.tokens**2 * size.width  # of the half that is seen
+    # FLOPs of the visible half of the scores.
+    flops = _FORWARD_AND_BACKWARD * 2 * size.heads * size.tokens**2 * size.width
     described = f"{size.heads} heads of {size.width}, {size.tokens} tokens, causal, {_short(dtype)}"
     return f"{_rate_text(flops / seconds)} forward and backward ({described})"
 
@@ -326,7 +333,7 @@ def _rate_text(flops: float) -> str:
     return f"{flops / 1e12:.3g} TFLOP/s" if flops >= 1e12 else f"{flops / 1e9:.3g} GFLOP/s"
 
 
-_SECONDS = 0.05  # of measuring
+_SECONDS = 0.05  # seconds of measuring
 _MOST_CALLS = 50
 
 

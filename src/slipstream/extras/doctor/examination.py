@@ -103,7 +103,7 @@ def _checks_of_torch() -> Iterator[tuple[str, Check]]:
 
 
 CGROUPS = Path("/sys/fs/cgroup")
-_NO_LIMIT = 2**60  # bytes; version 1 of cgroups writes a number above it
+_NO_LIMIT = 2**60  # bytes; version 1 of cgroups writes a larger number for no limit
 
 
 def find_versions() -> Iterator[Finding]:
@@ -126,7 +126,8 @@ def can_import_torch() -> bool:
 def _torch() -> Finding:
     try:
         import torch
-    except Exception as error:  # a library of CUDA that is missing is an OSError
+    # A missing library of CUDA raises an OSError.
+    except Exception as error:
         how = "pip install torch, or the build that pytorch.org/get-started names for this machine"
         if find_spec("torch") is not None:
             how = "it is broken: install the build that pytorch.org/get-started names for this machine"
@@ -172,7 +173,8 @@ def find_memory(cgroups: Path = CGROUPS) -> Iterator[Finding]:
     """Yields the memory of the machine, the free part, and the cgroup's limit."""
     import psutil
 
-    memory, limit = psutil.virtual_memory(), _memory_limit(cgroups)
+    memory = psutil.virtual_memory()
+    limit = _memory_limit(cgroups)
     text = f"{bytes_text(memory.total)}, {bytes_text(memory.available)} free"
     is_limited = limit is not None and limit < memory.total
     yield Finding("memory", text + (f", limited to {bytes_text(limit)} (cgroup)" if limit and is_limited else ""))
@@ -211,9 +213,9 @@ def _cgroup_texts(cgroups: Path, name: str) -> list[str]:
 
 
 _WRITTEN = 32 * 10**6  # bytes
-_LITTLE = 10**9  # bytes: a run of a small model writes more
+_LITTLE = 10**9  # bytes; the run of a small model writes more
 _SHARED_MEMORY = Path("/dev/shm")
-_LITTLE_SHARED = 2**28  # bytes; Docker gives 64 MB where nothing else is said
+_LITTLE_SHARED = 2**28  # bytes; Docker's default is 64 MB
 _LITTLE_PINNED = 2**26  # bytes
 
 
@@ -243,7 +245,8 @@ def find_folder(folder: Path) -> Iterator[Finding]:
 
 def _write(folder: Path) -> float:
     """Returns the seconds in which a file arrives on the disk; it is removed again."""
-    block = os.urandom(2**20)  # which no file system makes smaller
+    # No file system can compress random bytes.
+    block = os.urandom(2**20)
     with tempfile.TemporaryFile(dir=folder, prefix="slipstream-doctor-") as file:
         began = time.perf_counter()
         for start in range(0, _WRITTEN, len(block)):
@@ -308,7 +311,8 @@ def find_interfaces() -> Iterator[Finding]:
     problems = interface_problems(os.environ, uses_nccl=True)
     for name in (GLOO, NCCL):
         if os.environ.get(name):
-            problem, is_vital = problems.get(name), name == GLOO or uses_nccl
+            problem = problems.get(name)
+            is_vital = name == GLOO or uses_nccl
             known = (problem, None) if is_vital else (None, problem)
             yield Finding("interface", f"{name}={os.environ[name]}", *known)
 

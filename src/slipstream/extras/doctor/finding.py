@@ -58,7 +58,8 @@ def run_within(seconds: float, calls: Mapping[str, Callable[[], object]]) -> dic
     Raises:
         ExchangeError: names those that haven't ended in time, which go on, or the first that failed.
     """
-    began, names = time.perf_counter(), dict[Future[float], str]()
+    began = time.perf_counter()
+    names = dict[Future[float], str]()
     for name, call in calls.items():
         future = Future[float]()
         names[future] = name

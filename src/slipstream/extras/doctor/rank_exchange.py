@@ -29,7 +29,7 @@ from slipstream.parallel import NO_LIMIT, RankGroup, Ranks
 from slipstream.units import bytes_text, seconds_text
 
 _RENDEZVOUS = "SLIPSTREAM_RENDEZVOUS_SECONDS"
-_GRACE = 2.0  # seconds in which ranks that noticed the same say so
+_GRACE = 2.0  # seconds for ranks that noticed the same to say so
 _BEGINNING, _ALL_AT_ONCE = "the beginning", "all pairs at once"
 _UNEQUAL_PARTS = "all-to-all of unequal parts"
 _HOW = {
@@ -49,8 +49,9 @@ class RankExchange:
         self._seconds = seconds
         self._device = exchange_device()
         self._meeting: Meeting | None = None
-        self._told: dict[str, list[Any]] = {}  # by step what each rank has found
-        self._store: object = None  # which may live in this process, and then as long as any rank needs it
+        self._told: dict[str, list[Any]] = {}  # per step: the findings of each rank
+        # The store may live in this process, and is kept as long as any rank needs it.
+        self._store: object = None
 
     def run(self, local: Sequence[Finding]) -> list[Finding]:
         """Connects the ranks and exchanges between all neighbours; returns rank 0's findings, or the problems of this
@@ -62,7 +63,8 @@ class RankExchange:
         os.environ.setdefault(_RENDEZVOUS, f"{self._seconds:g}")
         try:
             ranks = connect_ranks(describe_process({}, self._device.type, {}))
-            meeting, self._store = Meeting(ranks, self._seconds), ranks.store
+            meeting = Meeting(ranks, self._seconds)
+            self._store = ranks.store
             self._meeting = meeting
         except (SlipstreamError, RuntimeError, OSError) as error:
             return [Finding("ranks", "not connected", str(error))]
@@ -94,7 +96,9 @@ class RankExchange:
         """Makes the process group and two communicators for each pair, in one order on all ranks, and exchanges pair by
         pair, so that it is known which one hangs, and then with all neighbours at once. Yields what this rank has found
         in each step, for which it waits for the others. Collective."""
-        rank, pairs, mine = ranks.place.rank, neighbour_pairs(ranks.place.world_size), dict[NeighbourPair, PairEnd]()
+        rank = ranks.place.rank
+        pairs = neighbour_pairs(ranks.place.world_size)
+        mine = dict[NeighbourPair, PairEnd]()
         run_within(self._seconds, {"joining the process group": partial(self._join, ranks)})
         for pair in pairs:
             run_within(self._seconds, {f"making groups of {pair}": partial(self._connect, pair, rank, mine)})
@@ -145,7 +149,8 @@ class RankExchange:
         if (meeting := self._meeting) is not None:
             code = _agree(meeting, code, self._seconds)
         elif os.environ["RANK"] != "0":
-            time.sleep(_GRACE)  # launchers end all ranks when one has failed, and rank 0 is to print its findings
+            # Launchers end all ranks when one has failed, and rank 0 should print its findings first.
+            time.sleep(_GRACE)
         os._exit(code)
 
 
@@ -164,7 +169,8 @@ def _exchange_unequal_parts(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     group = RankGroup(dist.group.WORLD)
-    me, ranks = group.rank, range(group.size)
+    me = group.rank
+    ranks = range(group.size)
 
     def part(source: int, to: int) -> Tensor:
         size = 0 if (source + to) % 3 == 2 else 1000 * (source + 1) + to
@@ -183,7 +189,8 @@ def _rows(pair: NeighbourPair, measured: Sequence[MeasuredPair]) -> Iterator[Fin
         ended = " and ".join(
             f"{('first', 'second')[place]} on rank {rank}" for place, rank in zip(places, pair, strict=True)
         )
-        latency = min(end.latency for end in measured)  # a rank that began earlier waited for the other
+        # A rank that began earlier also waited for the other, so the smaller latency counts.
+        latency = min(end.latency for end in measured)
         rate = f"latency {seconds_text(latency)}, {bytes_text(here.bandwidth)}/s both ways at once"
         yield Finding(way, f"{rate}; ended {ended}")
 
@@ -193,12 +200,14 @@ def _agree(meeting: Meeting, code: int, seconds: float) -> int:
     try:
         if meeting.rank == 0:
             meeting.tell("code", code)
-            meeting.wait_for("gone", range(1, meeting.size), _GRACE)  # the store may end with this process
+            # The store may end with this process.
+            meeting.wait_for("gone", range(1, meeting.size), _GRACE)
             return code
         told = meeting.heard("code", 0) if meeting.wait_for("code", range(1), seconds + 2 * _GRACE) else 1
         meeting.tell("gone", None)
         return max(code, int(told))
-    except RuntimeError:  # of a store that has ended
+    # The store has ended.
+    except RuntimeError:
         return 1
 
 
@@ -207,7 +216,7 @@ _SMALL = 1024  # bytes
 _ROUND_TRIPS = 20
 _IN_A_ROW = 8  # large messages
 _TRIALS = 3
-_PERIOD = 251  # of the bytes that are sent: prime, so that no shifted message looks right
+_PERIOD = 251  # period of the sent bytes; a prime, so that no shifted message looks right
 
 
 class NeighbourPair(NamedTuple):
@@ -255,7 +264,8 @@ class PairEnd:
     def __init__(
         self, pair: NeighbourPair, rank: int, groups: Sequence[dist.ProcessGroup | None], device: torch.device
     ) -> None:
-        self.pair, self._device = pair, device
+        self.pair = pair
+        self._device = device
         self._groups = dict(zip(pair.ways, groups, strict=True))
         self._peer = pair.second if rank == pair.first else pair.first
         self.sent, self.received = pair.ways if rank == pair.first else pair.ways[::-1]
@@ -267,7 +277,8 @@ class PairEnd:
             ExchangeError: names the direction that didn't end within these seconds, or had wrong bytes.
         """
         left = countdown(seconds)
-        for way in self.pair.ways:  # NCCL makes a communicator at its first message: both ends have one order
+        # NCCL makes a communicator at its first message, so both ends need one order.
+        for way in self.pair.ways:
             self._one_way(way, left)
         order = list(both_ways([self], 1, left))
         took = min(both_ways([self], _IN_A_ROW, left)[self.received] for _ in range(_TRIALS))
@@ -293,7 +304,8 @@ class PairEnd:
     def post(self, way: str, buffer: Tensor) -> _Posted:
         """Posts a message of this direction, which this rank sends or receives."""
         if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # which each thread has of its own
+            # The current device is each thread's own.
+            torch.cuda.set_device(self._device)
         call = dist.isend if way == self.sent else dist.irecv
         work = call(buffer, self._peer, group=self._groups[way])
         assert work is not None
@@ -391,7 +403,9 @@ class Meeting:
 
     def __init__(self, ranks: ConnectedRanks, seconds: float) -> None:
         place = ranks.place
-        self.rank, self.size, self._hosts = place.rank, place.world_size, ranks.hosts
+        self.rank = place.rank
+        self.size = place.world_size
+        self._hosts = ranks.hosts
         self._store = ranks.connect_again("doctor", seconds)
 
     def tell(self, name: str, value: Any) -> None:

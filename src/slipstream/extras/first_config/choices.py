@@ -34,12 +34,13 @@ from slipstream.train.metrics.flops import measure_peak, peak_by_name
 _LONGEST = 8192  # tokens; a model may take more, but few machines do
 _SHORTEST = 256
 _TOKENS_OF_A_STEP, _MOST_OF_A_STEP = 16_384, 16
-_STEPS_OF_A_PASS = 20  # at least, so that there is something to see
+_STEPS_OF_A_PASS = 20  # fewest steps of a pass, for something to see
 _PASSES_OVER_SAMPLES = 3
 _STEPS_FROM_RANDOM, _PASSES_FROM_RANDOM = 1000, 10
-_FRACTIONS = (0.05, 0.1, 0.2)  # of documents that are held out: the first that is enough for a validation
-_ENOUGH = 1.5  # batches, as lengths differ
-_UNIT = 64  # tokens to which a length is rounded
+# Shares of held-out documents to try; the first one large enough for a validation is taken.
+_FRACTIONS = (0.05, 0.1, 0.2)
+_ENOUGH = 1.5  # batches; more than one, as lengths differ
+_UNIT = 64  # common divisor of chosen lengths, in tokens
 
 # Peak learning rates by the most parameters that a model has
 _Rates: TypeAlias = tuple[tuple[float, float], ...]
@@ -79,12 +80,12 @@ class TrainingChoice:
     seq_len: int  # tokens
     batch_size: int  # sequences, or pairs, of a step
     steps: int
-    passes: float  # over the data
+    passes: float  # passes over the data
     warmup_steps: int
-    eval_every: int  # steps; 0 for no validations, where the data is too little to hold some out
+    eval_every: int  # steps; 0 for no validations, on data too small to hold some out
     held_out: float  # share of the documents
-    num_longer: int  # documents that a sequence has no room for
-    epochs: float | None = None  # given in place of steps
+    num_longer: int  # documents longer than a sequence
+    epochs: float | None = None  # given instead of steps
 
 
 def choose_training(
@@ -101,7 +102,7 @@ def choose_training(
     `has_validation` other data is.
     """
     seq_len = given.get("seq_len") or choose_length(sizes, longest, is_packed)
-    are_alone = not is_packed  # each is a sequence
+    are_alone = not is_packed  # one document per sequence
     num_sequences = max(1, sizes.number if are_alone else sizes.num_tokens // seq_len)
     usual = min(_MOST_OF_A_STEP, max(1, _TOKENS_OF_A_STEP // seq_len), max(1, num_sequences // _STEPS_OF_A_PASS))
     batch = given.get("batch_size") or 2 ** (usual.bit_length() - 1)
@@ -176,7 +177,8 @@ def choose_pipeline(
         reason = f"the run plans itself, as no plan could be made here ({problem})"
         return PipelineChoice({"pipeline": {"num_ranks": most}}, reason)
     planned = plan_settings(fastest, {}, order="")
-    del planned["pipeline"]["vocabulary"]  # "whole", as named schedules have it
+    # Named schedules keep the vocabulary whole.
+    del planned["pipeline"]["vocabulary"]
     sections: dict[str, type[Record]] = {"memory": Memory, "parallel": ParallelSection, "runtime": Runtime}
     changed = {name: _changed(section, planned.get(name, {})) for name, section in sections.items()}
     if not is_packed:
@@ -197,7 +199,8 @@ def _fastest(
     """Returns the fastest plan for all devices, their half, and so on, and why there is none."""
     options: dict[str, Any] = {**_QUICK, **training, "dtype": dtype}
     with suppress(SlipstreamError):
-        return plan(model_config, None, **options), ""  # by a run's measurements here
+        # The plan uses a run's measurements on this machine.
+        return plan(model_config, None, **options), ""
     plans, problems = [], []
     for num_devices in _halves(machine.devices_per_node):
         here = replace(machine, devices_per_node=num_devices, name=f"{num_devices} x {machine.device.name}")
@@ -216,7 +219,8 @@ def _halves(number: int) -> Iterator[int]:
         number //= 2
 
 
-_MOST_CORES = 8  # beyond which they share the memory's bandwidth more than they help
+# More cores share the memory's bandwidth more than they help.
+_MOST_CORES = 8
 
 
 def this_machine() -> Cluster:
@@ -230,7 +234,8 @@ def dtype_here() -> str:
 
 
 def _gpus(number: int) -> Cluster:
-    memory, name = float(torch.cuda.get_device_properties(0).total_memory), torch.cuda.get_device_name(0)
+    memory = float(torch.cuda.get_device_properties(0).total_memory)
+    name = torch.cuda.get_device_name(0)
     kind = dtype_here()
     for shipped in map(load_cluster, SHIPPED):
         if (peak := peak_by_name(name, getattr(torch, kind))) and shipped.device.name in peak.source:

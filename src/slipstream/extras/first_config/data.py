@@ -21,7 +21,7 @@ from slipstream.train.data.sources import Documents
 from slipstream.train.data.tokenised_text import Array
 
 _CORPUS = "python-stdlib"
-_TYPED = (".jsonl", ".json", ".parquet")  # tables with types; a .csv's values are texts, as `files`
+_TYPED = (".jsonl", ".json", ".parquet")  # tables with types; a .csv has texts only
 
 
 @dataclass(frozen=True)
@@ -93,12 +93,13 @@ def _names_of_columns(source: SourceSection, rows: Any) -> dict[str, Any]:
     fitting = [form for form, needed in columns_of(source, columns).items() if {*needed} <= {*columns}]
     if source.form is not None or len(fitting) == 1:
         return {}
-    if fitting:  # the richest comes first
+    # The richest form comes first.
+    if fitting:
         return {"form": fitting[0]}
     conversations = [name for name in columns if _are_messages(rows[:1][name])]
     if len(conversations) == 1:
         return {"messages_column": conversations[0]}
-    kinds = {name: getattr(rows.features[name], "dtype", "") for name in columns}  # lists have none
+    kinds = {name: getattr(rows.features[name], "dtype", "") for name in columns}  # dtype of each column; "" for lists
     texts = [name for name, kind in kinds.items() if kind in ("string", "large_string")]
     return {"text_column": texts[0]} if len(texts) == 1 else {}
 
@@ -110,8 +111,8 @@ def _are_messages(values: Any) -> bool:
     return {"role", "content"} <= {*first[0]} or {"from", "value"} <= {*first[0]}
 
 
-_MOST_CHARACTERS = 500_000  # of text that are tokenised
-_MOST_ROWS = 1000  # of samples, the first ones, so that an error names a row's own number
+_MOST_CHARACTERS = 500_000  # characters of text to tokenise
+_MOST_ROWS = 1000  # first rows of samples to read; the first ones, so that errors give a row's own number
 _FEW_DOCUMENTS = 100
 
 
@@ -120,9 +121,9 @@ class DataSizes:
     """The tokens of documents, conversations, or the longer answers of pairs; of some where there are many."""
 
     lengths: Array
-    number: int  # of all documents, conversations or pairs
+    number: int  # number of all documents, conversations or pairs
     is_text: bool
-    largest: int  # the largest token id that was seen
+    largest: int  # largest token id seen
 
     @property
     def num_tokens(self) -> int:

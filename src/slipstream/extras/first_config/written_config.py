@@ -41,7 +41,7 @@ from slipstream.train.preflight.text_preparation import (
 )
 from slipstream.units import plural
 
-_TRAINED_BYTES, _SHARE = 16, 0.7  # of a parameter in training; of the memory, for parameters
+_TRAINED_BYTES, _SHARE = 16, 0.7  # bytes per parameter in training; share of the memory for these
 
 
 @dataclass(frozen=True)
@@ -91,15 +91,16 @@ def write_config(model: str, data: str, output: Path, given: Mapping[str, Any], 
 class _FirstReading:
     """The facts about the model before the data is read."""
 
-    config: Config  # with the model and the data alone
+    config: Config  # the configuration of model and data only
     model: dict[str, Any]
-    data: dict[str, Any]  # settings beside where it is
+    data: dict[str, Any]  # settings of the data other than its path
     files: ModelFiles
     num_parameters: int
 
     @classmethod
     def of(cls, model: str, data: str, given: Mapping[str, Any]) -> _FirstReading:
-        section, settings = _model_settings(model) | given.get("model", {}), dict(given.get("data", {}))
+        section = _model_settings(model) | given.get("model", {})
+        settings = dict(given.get("data", {}))
         model_config = load_model_config(ModelSection(**section))
         if _lacks_tokenizer(section) and not {"tokenizer", "vocab_size"} & settings.keys():
             settings["vocab_size"] = model_config.get_text_config().vocab_size
@@ -138,7 +139,8 @@ def _measure(found: DataChoice, first: _FirstReading, progress: Progress) -> Dat
 
 
 def _choose(first: _FirstReading, found: DataChoice, sizes: DataSizes, given: Mapping[str, Any], data: str) -> Choices:
-    machine, longest = this_machine(), longest_sequence(first.files.config)
+    machine = this_machine()
+    longest = longest_sequence(first.files.config)
     is_packed = given.get("data", {}).get("packing", "none" if found.are_pairs else "fixed") == "fixed"
     from_random = not first.config.model.pretrained
     is_large = first.num_parameters * _TRAINED_BYTES > _SHARE * machine.device.memory * machine.num_devices
@@ -148,7 +150,8 @@ def _choose(first: _FirstReading, found: DataChoice, sizes: DataSizes, given: Ma
     training = choose_training(purpose, sizes, longest, is_packed, given.get("training", {}), has_file)
     check_length(first.files.config, training.seq_len, "training.seq_len")
     if is_packed and check_sliceable(first.files.config).longest_packed < training.seq_len:
-        is_packed = False  # documents would influence each other
+        # Documents in one sequence would influence each other.
+        is_packed = False
     pipeline = PipelineChoice({}, "as given")
     if not {"pipeline", "memory", "parallel"} & given.keys():
         numbers = {"seq_len": training.seq_len, "global_batch": training.batch_size}
@@ -175,7 +178,8 @@ def _new_folder(name: str) -> Path:
 def _check(parts: Sequence[ConfigPart], files: ModelFiles) -> None:
     """Raises SlipstreamError where a run would, before it reads its text."""
     config = parse_config({part.name: values for part in parts if (values := part.values())})
-    unchecked = config.model_copy(update={"runtime": Runtime(self_check=False)})  # which has been done
+    # The self-check has already been done.
+    unchecked = config.model_copy(update={"runtime": Runtime(self_check=False)})
     check_model(unchecked, files, Progress(None))
 
 
@@ -220,7 +224,7 @@ class Choices:
     training: TrainingChoice
     pipeline: PipelineChoice
     precision: str
-    longest: int | None  # tokens that the model takes
+    longest: int | None  # the model's longest sequence, in tokens
     output: Path
 
     @property
@@ -377,7 +381,7 @@ def _sample() -> ConfigPart:
     return ConfigPart("sample", "A text to see what was learned.", (prompt, _tip("max_new_tokens", 64, "")))
 
 
-_WIDTH = 110  # columns, in which a comment stands beside its setting
+_WIDTH = 110  # widest line, in columns, with a comment beside its setting
 
 
 @dataclass(frozen=True)
@@ -411,7 +415,8 @@ class ConfigPart:
     def with_values(self, values: Mapping[str, Any]) -> ConfigPart:
         """Returns the section with these values: in the place of its own, or after them. Each comes once."""
         known: dict[str, Setting] = {}
-        for setting in self.settings:  # of one that is used and also a tip, the first stays
+        # Of a setting that is used and also a tip, the first one stays.
+        for setting in self.settings:
             known.setdefault(setting.name, setting)
         settings = (Setting(name, values[name]) if name in values else setting for name, setting in known.items())
         more = (Setting(name, value) for name, value in values.items() if name not in known)

@@ -36,7 +36,8 @@ def check_script(model: object, given: Mapping[str, Any]) -> None:
             f"a SlipstreamTrainer trains a Pipeline, and model= is a {type(model).__name__}: give "
             "slipstream.Pipeline.from_pretrained(folder or name, slices=8), or slipstream.Pipeline(model, slices=8)."
         )
-    _ = model.config  # of an nn.Sequential it raises
+    # An nn.Sequential has no config and raises here.
+    _ = model.config
     if given.get("compute_metrics") is not None and model.layout.spreads_vocabulary:
         raise SlipstreamError(
             "compute_metrics=... needs the logits of all tokens, and no rank has them, as the rows of the head are "
@@ -109,7 +110,8 @@ def check_derived(args: TrainingArguments) -> None:
 def check_batches(pipe: Pipeline, dataset: Any, args: TrainingArguments) -> None:
     """Raises SlipstreamError where a last, smaller batch would have to be filled up with rows that weigh in the balance
     of a mixture of experts or in a mean over sequences, and where several batches would add up to such a mean."""
-    num_microbatches, rows = pipe.order.num_microbatches, args.per_device_train_batch_size
+    num_microbatches = pipe.order.num_microbatches
+    rows = args.per_device_train_batch_size
     if rows < num_microbatches:
         raise SlipstreamError(
             f"per_device_train_batch_size={rows}, which a step cuts into num_microbatches={num_microbatches}: give at "
@@ -227,7 +229,8 @@ def _in_part(args: TrainingArguments, pipe: Pipeline) -> Iterator[str]:
 
 
 def _of_processes(args: TrainingArguments, pipe: Pipeline) -> Iterator[str]:
-    if torch.empty(0, device=args.device).device != torch.empty(0, device=pipe.device).device:  # "cpu:0" is "cpu"
+    # "cpu:0" equals "cpu" in this form.
+    if torch.empty(0, device=args.device).device != torch.empty(0, device=pipe.device).device:
         yield (
             f"the Trainer's device is {args.device}, the Pipeline's {pipe.device}: give Pipeline(device="
             f"{str(args.device)!r}), or TrainingArguments(use_cpu=True) for a Pipeline on the CPU."
@@ -241,7 +244,8 @@ def _of_processes(args: TrainingArguments, pipe: Pipeline) -> Iterator[str]:
         yield f"ddp_timeout={args.ddp_timeout}: give Pipeline(runtime=slipstream.Runtime(stall_limit=...))."
     processes = pipe.num_processes
     if args.world_size != processes:
-        on_cpu = pipe.device.type == "cpu" and not args.use_cpu  # then accelerate knows of one process
+        # With this device accelerate knows of one process only.
+        on_cpu = pipe.device.type == "cpu" and not args.use_cpu
         instead = "TrainingArguments(use_cpu=True)" if on_cpu else "a mesh of all processes"
         yield f"processes of the Trainer: {args.world_size}, of the Pipeline's mesh: {processes}. Give {instead}."
     backend = dist.get_backend() if dist.is_initialized() else None
@@ -315,7 +319,7 @@ ENVIRONMENT = {
 _WITH_CONDITIONS = """
 accelerator_config average_tokens_across_devices ddp_backend ddp_timeout label_names load_best_model_at_end optim
 optim_args optim_target_modules save_only_model train_sampling_strategy use_cpu
-"""  # some of their values are taken: see `argument_check`
+"""  # arguments with some accepted values, see `argument_check`
 _TAKEN = """
 output_dir per_device_train_batch_size num_train_epochs max_steps learning_rate lr_scheduler_type lr_scheduler_kwargs
 warmup_steps warmup_ratio weight_decay adam_beta1 adam_beta2 adam_epsilon gradient_accumulation_steps max_grad_norm tf32
@@ -329,11 +333,11 @@ full_determinism seed data_seed dataloader_drop_last dataloader_num_workers data
 dataloader_persistent_workers dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order
 remove_unused_columns length_column_name skip_memory_metrics do_train do_eval do_predict resume_from_checkpoint
 local_rank
-"""  # they do what they do in a Trainer
+"""  # arguments with the same effect as in a Trainer
 _DETAILS = """
 activation_checkpointing_kwargs gradient_checkpointing_kwargs torch_compile_backend torch_compile_mode
 liger_kernel_config fsdp_config
-"""  # how to do what another argument asks for, which is refused, or is done already
+"""  # details of other arguments, which are refused or have no effect here
 NOT_REFUSED = frozenset((_WITH_CONDITIONS + _TAKEN + _DETAILS).split())
 """The names of the other arguments."""
 

@@ -60,7 +60,8 @@ class SlipstreamTrainer(Trainer):  # type: ignore[misc]
                 f"{type(self).__name__}.compute_loss would never be called, as pipe.step computes the loss: give "
                 "Pipeline(loss_fn=...), a function that returns (sum, count)."
             )
-        known = inspect.signature(Trainer)  # a class between the two may have arguments of its own
+        # A class between the two may have arguments of its own.
+        known = inspect.signature(Trainer)
         trainer_options = {name: value for name, value in options.items() if name in known.parameters}
         arguments = known.bind(model, args, *others, **trainer_options).arguments
         check_script(model, arguments)
@@ -98,7 +99,8 @@ class SlipstreamTrainer(Trainer):  # type: ignore[misc]
     def training_step(self, model: nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Runs forward and backward of a batch; returns its part of the loss of all that is accumulated."""
         model.train()
-        if callable(getattr(self.optimizer, "train", None)):  # of optimizers without a learning-rate schedule
+        # Optimizers without a learning-rate schedule have a training mode.
+        if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
         batch, values = rows_of_pairs(inputs)
         num_targets = self._num_targets(batch, num_items_in_batch, self.current_gradient_accumulation_steps)
@@ -285,7 +287,8 @@ class SlipstreamTrainer(Trainer):  # type: ignore[misc]
             torch.save(self.args, Path(folder, "training_args.bin"))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        step, states = self.state.global_step, {"optimizer": self._optimizer, "scheduler": self.lr_scheduler}
+        step = self.state.global_step
+        states = {"optimizer": self._optimizer, "scheduler": self.lr_scheduler}
         self.pipe.save(Path(output_dir, FOLDER), step, keep=1, replace=True, **states)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
@@ -327,7 +330,8 @@ class PipelineModel(nn.Module):
 
     def __init__(self, pipe: Pipeline) -> None:
         super().__init__()
-        self.pipe, self.config = pipe, pipe.config
+        self.pipe = pipe
+        self.config = pipe.config
 
     @cached_property
     def unsplit(self) -> Any:
@@ -399,7 +403,8 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc]
     def take_over(cls, accelerator: Accelerator, pipe: Pipeline) -> None:
         """Makes an accelerator one of this class, so that its methods that a Trainer has kept are these too."""
         accelerator.__class__, accelerator.pipe = cls, pipe
-        if accelerator.dataloader_config.dispatch_batches is None:  # else rank 0 would deal out a batch's rows
+        # With the default, rank 0 would deal out a batch's rows.
+        if accelerator.dataloader_config.dispatch_batches is None:
             accelerator.dataloader_config.dispatch_batches = False
 
     @property
@@ -474,7 +479,8 @@ def with_rows(batch: Mapping[str, Any], num_rows: int) -> Mapping[str, Any]:
 def replicated_logits(pipe: Pipeline, batch: Mapping[str, Any]) -> Tensor:
     """Returns the logits of a batch's tokens, (batch, sequence, vocabulary), on every rank. Collective."""
     logits = pipe.logits(batch)
-    assert not isinstance(logits, list)  # a batch is one tensor
+    # A batch is one tensor.
+    assert not isinstance(logits, list)
     ranks = pipe.axes["pp"]
     form = next(filter(None, ranks.gather(None if logits is None else (tuple(logits.shape), logits.dtype))))
     return ranks.sum(torch.zeros(form[0], dtype=form[1], device=pipe.device) if logits is None else logits)

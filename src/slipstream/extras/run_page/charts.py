@@ -16,9 +16,9 @@ from slipstream.timeline.picture import IDLE, ink_on
 from slipstream.timeline.picture import action_color as color
 from slipstream.units import seconds_text
 
-MOST_POINTS = 1200  # of a curve that are drawn: more than a screen has columns
-_WIDTH, _HEIGHT = 1000, 200  # of the picture, which the page stretches
-Point = tuple[float, float | None]  # a step, and a value where it is known
+MOST_POINTS = 1200  # drawn points of a curve; more than a screen has columns
+_WIDTH, _HEIGHT = 1000, 200  # size of the picture, which the page stretches
+Point = tuple[float, float | None]  # (step, value); None for an unknown value
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,8 @@ def _known_runs(points: Sequence[Point]) -> Iterator[list[tuple[float, float]]]:
 
 
 def _mark(mark: Mark, scale: _Scale) -> str:
-    x, title = f"{scale.x(mark.step):.1f}", f"<title>{escape(mark.text)}</title>"
+    x = f"{scale.x(mark.step):.1f}"
+    title = f"<title>{escape(mark.text)}</title>"
     return f'<line class="mark {mark.kind}" x1="{x}" x2="{x}" y1="0" y2="{_HEIGHT}">{title}</line>'
 
 
@@ -152,7 +153,8 @@ def _ends(curves: Sequence[Curve], text: NumberText) -> str:
     for curve in curves:
         known = [(step, value) for step, value in curve.points if value is not None]
         if known:
-            (first, begin), (last, end) = known[0], known[-1]
+            (first, begin) = known[0]
+            (last, end) = known[-1]
             parts.append(f"{curve.name} from {text(begin)} at step {first:g} to {text(end)} at step {last:g}")
     return "; ".join(parts)
 
@@ -184,8 +186,8 @@ def finite(value: object) -> float | None:
     return float(value) if is_number and isfinite(value) else None  # type: ignore[arg-type]
 
 
-MOST_RANKS = 64  # that are shown
-_NANOSECONDS = 1e9  # the script gets times as whole numbers: short, and exact enough
+MOST_RANKS = 64  # ranks shown
+_NANOSECONDS = 1e9  # unit of the script's times, which are whole numbers: short, and exact enough
 
 
 def step_timeline(timeline: Timeline) -> str:

@@ -25,19 +25,19 @@ class RunRecord:
 
     path: Path
     name: str
-    settings: Record  # of config.yaml, by section; empty where that can't be read
+    settings: Record  # config.yaml by section; empty if unreadable
     settings_text: str
     starts: list[Record]
-    figures: Record  # of the run
-    steps: list[Record]  # in order, each number once
+    figures: Record  # figures of the run
+    steps: list[Record]  # steps in order, each number once
     validations: list[Record]
     samples: list[Record]
     saves: list[Record]
-    failures: list[Record]  # of numbers that weren't finite
-    timeline: Timeline | None  # of the last step
-    is_held: bool  # whether it is going on
+    failures: list[Record]  # steps with numbers that weren't finite
+    timeline: Timeline | None  # timeline of the last step
+    is_held: bool  # True while the run goes on
     has_model: bool
-    unread: list[str] = field(default_factory=list)  # the files that can't be read, and why
+    unread: list[str] = field(default_factory=list)  # unreadable files, with the reason
 
     @property
     def last_step(self) -> int:
@@ -69,7 +69,8 @@ class RunRecord:
             return f"running: {at}"
         if self.failures and self.failures[-1]["step"] > self.last_step:
             return f"failed: the numbers of step {self.failures[-1]['step']:,} aren't finite"
-        has_patience = bool((self.settings.get("training") or {}).get("patience"))  # and may have ended before
+        # A run with patience may have ended before its last step.
+        has_patience = bool((self.settings.get("training") or {}).get("patience"))
         if self.has_model and (self.last_step >= (self.num_steps or 1) or has_patience):
             return f"finished: {plural(self.last_step, 'step')}"
         return f"ended early: {at}" if self.steps else "ended before its first step"
@@ -83,7 +84,8 @@ def is_run(folder: Path) -> bool:
 
 def read_run(folder: Path, name: str) -> RunRecord:
     """Returns the record of a run; files that are missing or damaged are named in `unread`, none is needed."""
-    run, unread = RunFolder(folder), list[str]()
+    run = RunFolder(folder)
+    unread = list[str]()
     lines = list(_lines(run.metrics, unread))
     text = run.config.read_text(encoding="utf-8", errors="replace") if run.config.is_file() else ""
     steps = {line["step"]: line for line in lines if "step_seconds" in line}

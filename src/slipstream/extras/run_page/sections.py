@@ -12,7 +12,7 @@ from slipstream.extras.run_page.run_record import Record, RunRecord
 from slipstream.html_parts import NUM_COLORS, Bar, bar_chart, details, fact_tiles, html_list, section, table
 from slipstream.units import bytes_text, count_text, long_duration_text, plural, seconds_text, share_text
 
-RECENT = 20  # steps of which a median is shown
+RECENT = 20  # steps in a median
 
 
 def run_sections(run: RunRecord) -> str:
@@ -156,7 +156,8 @@ def _phases(run: RunRecord) -> str:
 
 
 def _range(part: Sequence[dict[str, object]]) -> str:
-    first, last = part[0]["step"], part[-1]["step"]
+    first = part[0]["step"]
+    last = part[-1]["step"]
     return f"step {first}" if first == last else f"steps {first}-{last}"
 
 
@@ -249,7 +250,8 @@ def _row(number: int, run: RunRecord) -> str:
         text_or_dash(recent(run, "tokens_per_second"), count_text),
         share_text(recent(run, "idle_fraction")),
         text_or_dash(max(peak_memory(run), default=None), bytes_text),
-        str(run.starts[0].get("time", "-"))[:16].replace("T", " ") if run.starts else "-",  # to the minute
+        # A start's time is cut to the minute.
+        str(run.starts[0].get("time", "-"))[:16].replace("T", " ") if run.starts else "-",
     )
     link = f'<a href="#run-{number}">{escape(run.name)}</a>'
     return f"<tr><td>{link}</td>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
@@ -266,7 +268,8 @@ def happenings(run: RunRecord) -> list[Mark]:
 
 def _happenings(run: RunRecord) -> Iterator[Mark]:
     for start in run.restarts:
-        after, when = start.get("started_after", 0), f", at {start['time']}" if start.get("time") else ""
+        after = start.get("started_after", 0)
+        when = f", at {start['time']}" if start.get("time") else ""
         yield Mark(after, "restart", f"started again after step {after:,}{when}{_change(start)}")
     for step in run.steps:
         step_number = step["step"]
@@ -298,7 +301,9 @@ def _mesh_text(start: Record) -> str:
 
 def _change(start: Record) -> str:
     """Returns the steps that a start cost, and the mesh with which the run went on."""
-    repeated, seconds, parts = start.get("repeated_steps"), finite(start.get("change_seconds")), [_mesh_text(start)]
+    repeated = start.get("repeated_steps")
+    seconds = finite(start.get("change_seconds"))
+    parts = [_mesh_text(start)]
     if repeated is not None:
         parts.append(f"{plural(repeated, 'step')} repeated")
     if seconds is not None:

@@ -15,8 +15,8 @@ from slipstream.html_parts import GENERATOR, html_page
 from slipstream.own_files import OwnFolder
 
 _COMMAND = "slipstream runs"
-_MOST_DEEP = 3  # folders below the given one in which runs are looked for
-_HEAD = 4096  # bytes of a file in which the page's mark is
+_MOST_DEEP = 3  # levels of folders searched for runs below the given one
+_HEAD = 4096  # bytes at a file's beginning with the page's mark
 
 
 def write_run_page(folder: Path, output: Path | None = None, overwrite: bool = False) -> tuple[Path, int]:
