@@ -49,7 +49,9 @@ class _Group:
     """Makes the events of one timeline, whose rank r is process `first` + r."""
 
     def __init__(self, timeline: Timeline, first: int, prefix: str) -> None:
-        self._timeline, self._first, self._prefix = timeline, first, prefix
+        self._timeline = timeline
+        self._first = first
+        self._prefix = prefix
         self._waits = find_waits(timeline)
         self._threads: dict[Action, int] = {}
         self._numbers = {span.action: index for index, span in enumerate(timeline.spans)}
@@ -84,7 +86,8 @@ class _Group:
             yield self._wait(wait, len(lanes))
 
     def _box(self, interval: Span | Wait, thread: int, **fields: Any) -> _Event:
-        ts, dur = self._at(interval.start), float(interval.seconds) * 1e6
+        ts = self._at(interval.start)
+        dur = float(interval.seconds) * 1e6
         return self._event("X", interval.rank, tid=thread, ts=ts, dur=dur, **fields)
 
     def _span(self, span: Span, thread: int) -> _Event:

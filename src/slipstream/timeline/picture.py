@@ -102,7 +102,8 @@ def _stack(timelines: Sequence[Timeline]) -> list[_Panel]:
 
 def _draw_panel(figure: Any, panel: _Panel, scale: Scale, memory: MemoryScale, above: list[Any]) -> list[Any]:
     """Draws title, lanes and memory. Returns their axes, which share the time axis of those above."""
-    timeline, height = panel.timeline, figure.get_figheight()
+    timeline = panel.timeline
+    height = figure.get_figheight()
 
     def place(top: float, inches: float) -> Any:
         corner = (_LEFT, 1 - (top + inches) / height, _RIGHT - _LEFT, inches / height)
@@ -135,7 +136,7 @@ def _draw_title(figure: Any, timeline: Timeline, y: float) -> None:
     words = ", ".join(f"{n} {one if n == 1 else more}" for (one, more), n in counts.items() if n)
     labelled = "microbatch" if schedule.num_microbatches > 1 else "slice"
     right = f"{words}   |   number: {labelled}"
-    inches = 16 * 0.0078 * len(title) + _FONT * 0.0075 * len(right)  # about as wide as the letters are
+    inches = 16 * 0.0078 * len(title) + _FONT * 0.0075 * len(right)  # approximate width of the letters
     fit = min(1.0, (_WIDTH * (_RIGHT - _LEFT) - 0.3) / inches)
     figure.text(_LEFT, y, title, fontsize=16 * fit, fontweight="bold", va="center", color=INK)
     figure.text(_RIGHT, y, right, fontsize=_FONT * fit, color=GREY, ha="right", va="center")
@@ -188,8 +189,12 @@ def _draw_legend(figure: Any, name: str, swatches: dict[str, Any], y: float) -> 
 
 
 # A lane is one unit high, its middle at the rank's number: actions from _TOP to _BOTTOM, transfers beneath.
-_TOP, _BOTTOM, _STRIPE, _GAP, _BAR = -0.38, 0.36, 0.1, 0.03, 0.07
-_SMALLEST = 5.5  # points: a smaller number is not written
+_TOP = -0.38
+_BOTTOM = 0.36
+_STRIPE = 0.1
+_GAP = 0.03
+_BAR = 0.07
+_SMALLEST = 5.5  # points; smaller numbers are left out
 
 
 @dataclass(frozen=True)
@@ -262,7 +267,8 @@ def _draw_waits(axes: Any, timeline: Timeline, scale: Scale) -> None:
 
     boxes: defaultdict[Cause, list[Any]] = defaultdict(list)
     for wait in find_waits(timeline):
-        start, width = scale.at(wait.start - timeline.start), scale.at(wait.seconds)
+        start = scale.at(wait.start - timeline.start)
+        width = scale.at(wait.seconds)
         boxes[wait.cause].append(_box(start, width, wait.rank + _TOP, wait.rank + _BOTTOM))
     for cause, patches in boxes.items():
         axes.add_collection(PatchCollection(patches, **IDLE[cause][1], linewidth=0))
@@ -277,7 +283,8 @@ def _draw_actions(axes: Any, timeline: Timeline, scale: Scale) -> None:
     top = _TOP + (_STRIPE + _GAP if num_positions > 1 else 0)
     drawn: defaultdict[str, list[tuple[Any, Color]]] = defaultdict(list)  # boxes with their colours
     for span in timeline.compute_spans:
-        start, width = scale.at(span.start - timeline.start), scale.at(span.seconds)
+        start = scale.at(span.start - timeline.start)
+        width = scale.at(span.seconds)
         color = action_color(span.action, timeline.schedule.num_slices)
         kind = "hatched" if OPERATIONS[span.action.op].is_hatched else "plain"
         drawn[kind].append((_box(start, width, span.rank + top, span.rank + _BOTTOM), color))
@@ -290,7 +297,8 @@ def _draw_actions(axes: Any, timeline: Timeline, scale: Scale) -> None:
             where = start + width / 2, span.rank + (top + _BOTTOM) / 2 + 0.02
             plain = {"boxstyle": "square,pad=0.1", "facecolor": color, "linewidth": 0} if kind == "hatched" else None
             axes.text(*where, label, color=ink_on(color), bbox=plain, ha="center", va="center", fontsize=font)
-    edge = 0.6 if len(timeline.compute_spans) < 120 * timeline.num_ranks else 0  # edges would cover narrow boxes
+    # Edges would cover narrow boxes.
+    edge = 0.6 if len(timeline.compute_spans) < 120 * timeline.num_ranks else 0
     for kind, hatch in (("plain", None), ("hatched", "////"), ("stripe", None)):
         boxes, colors = [box for box, _ in drawn[kind]], [color for _, color in drawn[kind]]
         look: dict[str, Any] = {"facecolors": colors, "edgecolors": "white", "linewidths": edge, "hatch": hatch}

@@ -104,7 +104,8 @@ class Timeline:
         if not self.makespan:
             return 0
         computing = sum(span.seconds for span in self.compute_spans) / (self.num_ranks * self.makespan)
-        return max(1 - computing, 0)  # sums of rounded seconds may be more than the whole
+        # Sums of rounded seconds may exceed the whole.
+        return max(1 - computing, 0)
 
     @property
     def peak_memory(self) -> tuple[float, ...]:
@@ -170,7 +171,8 @@ class Timeline:
         margin = len(lines[0]) + 1
         for span in sorted(self.compute_spans, key=lambda span: span.start):
             first, last = (round((time - self.start) * scale) for time in (span.start, span.end))
-            label, room = self.label(span.action), last - first
+            label = self.label(span.action)
+            room = last - first
             cell = label.ljust(room - 1, "-") + " " if room > len(label) else span.action.op[0] * room
             lines[span.rank] = lines[span.rank].ljust(margin + first) + cell
         return "\n".join(line.rstrip() for line in lines)
@@ -233,12 +235,18 @@ def _steps_between(steps: tuple[tuple[float, float], ...], since: float, until: 
 class Cause(StrEnum):
     """The reasons why a rank does not compute."""
 
-    FILL = "fill"  # its first action waits for other ranks: the pipeline fills
-    COMPUTE = "compute"  # another rank has not finished the awaited action, or not yet sent it
-    MESSAGE = "message"  # the awaited result is on its way
-    COPY = "copy"  # activations travel to or from host memory
-    OVERHEAD = "overhead"  # nothing is awaited: the executor works between actions
-    DRAIN = "drain"  # nothing is left to do
+    # The rank's first action waits for other ranks: the pipeline fills.
+    FILL = "fill"
+    # Another rank has not finished the awaited action, or not yet sent it.
+    COMPUTE = "compute"
+    # The awaited result is on its way.
+    MESSAGE = "message"
+    # Activations travel to or from host memory.
+    COPY = "copy"
+    # Nothing is awaited: the executor works between actions.
+    OVERHEAD = "overhead"
+    # Nothing is left to do.
+    DRAIN = "drain"
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,7 +312,8 @@ class _Lane:
     """One rank of a timeline, and its idle intervals."""
 
     def __init__(self, timeline: Timeline, rank: int) -> None:
-        self._timeline, self._rank = timeline, rank
+        self._timeline = timeline
+        self._rank = rank
         spans = [span for span in timeline.spans if span.rank == rank]
         self._computing = sorted((s for s in spans if s.computes), key=lambda span: (span.start, span.end))
         self._copies = [s for s in spans if OPERATIONS[s.action.op].lane is Lane.COPIES]
@@ -322,10 +331,12 @@ class _Lane:
     def _gap(self, span: Span, start: float, is_first: bool) -> Iterator[Wait]:
         """Yields the waits from `start` until the span's action begins."""
         for wait in self._obstacles(span, start):
-            cause, end = wait.cause, min(wait.end, span.start)
+            cause = wait.cause
+            end = min(wait.end, span.start)
             if is_first and wait.source is not None:
                 if cause is Cause.COMPUTE:
-                    continue  # the message's obstacle includes it: the fill is one wait
+                    # The message's obstacle includes this one: the fill is a single wait.
+                    continue
                 cause = Cause.FILL
             if end > start:
                 yield replace(wait, start=start, end=end, cause=cause)
@@ -334,7 +345,7 @@ class _Lane:
             yield Wait(self._rank, start, span.start, Cause.OVERHEAD, span.action)
 
     def _obstacles(self, span: Span, start: float) -> Iterator[Wait]:
-        """Yields all that keeps the span's action from starting at `start`, each as a wait until it is gone."""
+        """Yields the obstacles to the action's start at `start`, each as a wait until it is gone."""
         for before in predecessors(span.action, self._timeline.schedule):
             yield from self._arrival(before, span, start)
         ended = (copy for copy in self._copies if copy.end <= span.start)
@@ -343,13 +354,16 @@ class _Lane:
 
     def _arrival(self, before: Action, span: Span, start: float) -> Iterator[Wait]:
         """Yields the obstacles of one result: another rank computes it, then it travels. This rank's own is there."""
-        timeline, spans = self._timeline, self._timeline.span_of
+        timeline = self._timeline
+        spans = self._timeline.span_of
         if before.op in RECEIVES:
             (producer,) = predecessors(before.other_end, timeline.schedule)
             arrival = spans[before].end if before in spans else span.start
             sent = spans.get(before.other_end)
         else:
-            producer, arrival, sent = before, span.start, None
+            producer = before
+            arrival = span.start
+            sent = None
         source = timeline.schedule.placement[producer.stage]
         if source == self._rank:
             return
