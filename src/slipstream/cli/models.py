@@ -85,7 +85,8 @@ def evaluate(
         )
     from slipstream.train.config import read_settings
 
-    read_settings(settings)  # names misspelt settings before torch is imported
+    # Misspelt settings are reported here, before torch is imported.
+    read_settings(settings)
     from slipstream.launch import Progress
     from slipstream.train.evaluation import EvaluationRequest, PairLoss, evaluate_model
     from slipstream.train.export import opened_model

@@ -85,7 +85,8 @@ class CommandWithSettings(TyperCommand):
     A value may be typed after a space, as `--training.steps 100`.
     """
 
-    allow_extra_args = True  # a word without dashes, which is said to be no setting
+    # A word without dashes is refused below, with a message that it is no setting.
+    allow_extra_args = True
 
     def parse_args(self, ctx: Context, args: list[str]) -> list[str]:  # type: ignore[override]
         """Takes the settings out of the typed words, and leaves the rest to the command's own options."""

@@ -113,7 +113,8 @@ def plan(
 def _launcher(plan: PlanReport, cluster: str | None) -> str:
     """Returns the words between "to train" and the command's arguments, for one machine or several."""
     nodes = 1
-    if cluster is not None and not cluster.endswith(".json"):  # a profile's processes are on one machine
+    # A profile's processes are on one machine.
+    if cluster is not None and not cluster.endswith(".json"):
         from slipstream.cost import load_cluster
 
         nodes = plan.num_devices // load_cluster(cluster).devices_per_node
