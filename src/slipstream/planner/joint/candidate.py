@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from slipstream.planner.joint.problem import JointProblem
 
 _MANY_CUTS = 32
-_MOVED_GRANULES = (4, 1)  # from one slice to another
+_MOVED_GRANULES = (4, 1)  # granules moved from one slice to another
 Choice = TypeVar("Choice")
 Value = TypeVar("Value", bound=Any)
 
@@ -30,7 +30,9 @@ class Candidate:
 
     def slicings(self, problem: JointProblem) -> Iterator[Candidate]:
         """Yields the candidate with tokens moved between slices, a slice halved, or two joined."""
-        cuts, slices, count = problem.cuts, self.slices, len(self.slices)
+        cuts = problem.cuts
+        slices = self.slices
+        count = len(self.slices)
         pairs = [
             (giver, taker)
             for giver in range(count)
@@ -53,7 +55,8 @@ def steepest_descent(
 
     It ends once `most` changes were tried.
     """
-    best, (least,) = start, values([start])
+    best = start
+    (least,) = values([start])
     while most > 0 and (changed := [*dict.fromkeys(changes(best))]):
         most -= len(changed)
         step = min(zip(values(changed), changed, strict=True), key=itemgetter(0))
@@ -74,7 +77,7 @@ def moved_cuts(bounds: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 
 def _moved(bounds: tuple[int, ...], steps: Sequence[int], most: float = inf) -> Iterator[tuple[int, ...]]:
-    """Yields the bounds with one of them, or at most so many neighbours together, moved; no stage becomes empty."""
+    """Yields the bounds with one of them, or some neighbours together, moved; no stage becomes empty."""
     inner = range(1, len(bounds) - 1)
     for first in inner:
         for last in range(first, int(min(first + most, len(bounds) - 1))):

@@ -13,12 +13,12 @@ from slipstream.planner.joint.candidate import Candidate
 if TYPE_CHECKING:
     from slipstream.planner.joint.placement_search import PlacementSearch
 
-_FIRST = 12  # candidates of a placement, of which one is to fit the memory limit
-_NEAR = 200  # candidates, of the shortest quick orders
-_SHARE = 0.2  # of the search's effort, for all bounds and orders
-_ORDER_SHARE = 0.01  # for one order
-_ACCOUNT = 200  # times an order's actions: the effort of an account of memory
-_BOUND = 100  # times an order's actions: the effort of a bound, of which little is compiled
+_FIRST = 12  # candidates per placement, until one fits the memory limit
+_NEAR = 200  # candidates with the shortest quick orders
+_SHARE = 0.2  # share of the search's effort for all bounds and orders
+_ORDER_SHARE = 0.01  # share for one order
+_ACCOUNT = 200  # effort of an account of memory, in actions of the order
+_BOUND = 100  # effort of a bound, in actions of the order; high, as little of it is compiled
 
 
 class FinalistSearch:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from slipstream.planner.joint.placement_search import PlacementSearch, PlanMemory
 
 
-_MOST_ROUNDS = 3  # of stages over the ranks
+_MOST_ROUNDS = 3  # rounds of stages over the ranks
 
 
 def placements(num_ranks: int, num_units: int, most_rounds: int = _MOST_ROUNDS) -> list[tuple[int, ...]]:
@@ -74,8 +74,8 @@ def allowed_placements(problem: JointProblem) -> list[tuple[int, ...]]:
     return fitting
 
 
-_ACCOUNTED = 24  # of those that seem to hold least
-_SAVINGS = (("none",), ("stage", "full"), ("stage+full",))  # of memory, by their cost
+_ACCOUNTED = 24  # candidates that are accounted for, those that seem to need least memory
+_SAVINGS = (("none",), ("stage", "full"), ("stage+full",))  # policies in groups, by their cost in time
 _FINALISTS = 3  # placements whose best candidate gets its best order
 
 
@@ -133,7 +133,8 @@ def _best(searches: list[PlacementSearch]) -> JointPlan | None:
     best, winner, candidate = plans[0]
     exact = winner.plan(winner.exact) if winner.exact and winner.fits(winner.exact) else None
     if winner.exact and exact is not None and exact.seconds < best.seconds:
-        best, candidate = exact, winner.exact
+        best = exact
+        candidate = winner.exact
     best = replace(winner.holding_less(candidate, best), exact=exact)
     rejected = [plan for plan, *_ in plans[1:]]
     ideal = min(plan.ideal for plan in (best, *rejected))
@@ -183,7 +184,8 @@ def _search(problem: JointProblem, recompute: str, progress: ProgressReport) -> 
 
     used = 0.0
     if recompute in BY_LAYER:
-        problem = replace(problem, split=False)  # or W would hold all that layers recompute
+        # A split backward's W would keep everything that the layers recompute.
+        problem = replace(problem, split=False)
 
     def on_effort(effort: float) -> None:
         nonlocal used

@@ -45,7 +45,7 @@ class PlanMemory:
         """`problem` gives the placement and the recomputation."""
         self._problem = problem
         self._limit = limit
-        self._rooms: dict[int, Room] = {}  # by the number of slices, of candidates that hold no state
+        self._rooms: dict[int, Room] = {}  # room by number of slices, for candidates without states
 
     def room(self, candidate: Candidate, units: SlicedUnits) -> Floats:
         """Returns the bytes for activations."""
@@ -64,7 +64,7 @@ class PlanMemory:
         return most is None or self._rooms[len(candidate.slices)].has_space(most)
 
     def least(self, candidate: Candidate, units: SlicedUnits) -> Schedule:
-        """Returns the order that is given, or the one that holds least: one microbatch after the other, with whole
+        """Returns the given order, or the one with the least memory: one microbatch after the other, with whole
         backwards."""
         order = self._problem.order(self._problem.given.placement, len(candidate.slices))
         if order is None:
@@ -139,7 +139,8 @@ class QuickOrder:
         held = units.stage_activations(bounds)
         if room is not None and (np.bincount(self._actions.placement, held.sum(axis=1)) > room).any():
             return dict.fromkeys(rules or self.rules, np.inf)
-        times, number = {op: units.stage_seconds(op, bounds) for op in OPS}, self._actions.num_microbatches
+        times = {op: units.stage_seconds(op, bounds) for op in OPS}
+        number = self._actions.num_microbatches
         seconds = {op: np.tile(unit_times, number) for op, unit_times in times.items()}
         travels = np.tile(units.message_seconds, number)
         # Messages don't wait for each other.
@@ -152,18 +153,18 @@ class QuickOrder:
         return {rule: inf if order is None else order.seconds for rule, order in found.items()}
 
 
-_COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)  # slices to start from
+_COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)  # numbers of slices to start from
 _SHARES = (0.0, 0.25, 0.5)  # attention's share of the time, for the first slices
 # Improved by local search; more where the cut is given, as there are fewer changes.
 _STARTS, _STARTS_OF_A_CUT = 5, 20
 # Of the search's effort, for the best order of a candidate that is left at the end, and for one that holds less.
 _ORDER_SHARE, _LESS_SHARE = 0.1, 0.03
-_RULES = 6  # of list scheduling, for all but the first candidate of each number of slices
+_RULES = 6  # rules of list scheduling, after the first candidate of each number of slices
 # Times the seconds that matter: a longer step in a quick order can't be made as short. Within a memory limit, quick
 # orders are farther from the best ones.
 _WITHIN_REACH, _WITHIN_REACH_OF_LIMITED = 1.05, 1.1
-_TRIES = 3  # to order a candidate within the memory limit, with less and less room
-_MOST_SLICED = 32  # slicings whose costs are kept: up to a megabyte each
+_TRIES = 3  # orders to try within the memory limit, with less and less room
+_MOST_SLICED = 32  # slicings with costs kept, up to a megabyte each
 _EXACT_CUTS = 256  # places to cut for the dynamic program
 
 
@@ -174,9 +175,9 @@ class PlacementSearch:
         self.problem = problem
         self._on_effort = on_effort
         self.ranks: Ints = np.array(self.placement, np.int64)
-        self.seconds = inf  # of the best candidate, simulated
+        self.seconds = inf  # simulated seconds of the best candidate
         self.best: Candidate | None = None
-        self.exact: Candidate | None = None  # with the slices of the dynamic program
+        self.exact: Candidate | None = None  # the candidate with the dynamic program's slices
         self._effort = 0.0
         self.known: dict[Candidate, float] = {}  # seconds in quick orders
         self._sliced: dict[tuple[int, ...], SlicedUnits] = {}
@@ -239,17 +240,20 @@ class PlacementSearch:
         return JointPlan(
             plan=_plan_of(self.problem, candidate, schedule),
             seconds=seconds,
-            bound=min(bound, seconds),  # which counts the backwards of frozen stages, if next to nothing
+            # The bound includes backwards of frozen stages, which take next to no time.
+            bound=min(bound, seconds),
             ideal=self.problem.ideal(self.units(candidate.slices)),
         )
 
     def holding_less(self, candidate: Candidate, plan: JointPlan) -> JointPlan:
-        """Returns the candidate's plan in an order that holds less, where one takes hardly longer and none is given."""
+        """Returns the candidate's plan in an order with less memory, if no order is given and one takes hardly
+        longer."""
         if not self.problem.given.is_open("schedule"):
             return plan
         try:
             problem = OrderingProblem(*self._counts(candidate), self._table(candidate), **self._limits(candidate))
-        except SlipstreamError:  # no room, as was learned since the plan was accounted for
+        # There is no room, as was learned after the plan was accounted for.
+        except SlipstreamError:
             return plan
         order = hold_less(problem, plan.schedule, plan.seconds, _LESS_SHARE * self.problem.effort)
         order = self.units(candidate.slices).without_frozen_backwards(order, candidate.bounds)
@@ -282,12 +286,14 @@ class PlacementSearch:
             order = self.units(candidate.slices).without_frozen_backwards(given, candidate.bounds)
             return order if self.memory is None or self.memory.fits(candidate, order) else None
         counts, costs = self._counts(candidate), self._table(candidate)
-        memory, units = self.memory, self.units(candidate.slices)
+        memory = self.memory
+        units = self.units(candidate.slices)
 
         def find(effort: float) -> Schedule | None:
             try:
                 order = find_order(*counts, costs, **self._limits(candidate), effort=effort)
-            except SlipstreamError:  # no room for one microbatch
+            # There is no room for one microbatch.
+            except SlipstreamError:
                 return None
             return units.without_frozen_backwards(order, candidate.bounds)
 
@@ -334,7 +340,8 @@ class PlacementSearch:
     def _rank_bounds(self, slices: tuple[int, ...], cuts: Sequence[tuple[int, ...]]) -> list[tuple[float, float]]:
         """Returns the largest bound of a rank with all of its stages, and the sum of their squares, which tells even
         ranks from uneven ones, of each cut."""
-        units, bounds = self.units(slices), np.array(cuts, np.int64)
+        units = self.units(slices)
+        bounds = np.array(cuts, np.int64)
         seconds = {op: units.stage_seconds(op, bounds) for op in OPS}
         sends_back = units.costs.trains_below(bounds[:, :-1])
         done, sent = rank_bounds(
@@ -362,7 +369,8 @@ class PlacementSearch:
                 problem = self.problem
                 given = problem.order(self.placement, count)
                 self._quick[count] = QuickOrder(self.placement, problem.num_microbatches, count, problem.split, given)
-            units, rules = self.units(candidate.slices), self._rules.get(count, ())
+            units = self.units(candidate.slices)
+            rules = self._rules.get(count, ())
             seconds_by_rule = self._quick[count].seconds(units, candidate.bounds, self._room(candidate), rules)
             used = len(seconds_by_rule) * self.num_actions(candidate)
             self._effort -= used
@@ -371,7 +379,8 @@ class PlacementSearch:
             if seconds < inf and not rules:
                 self._rules[count] = tuple(sorted(seconds_by_rule, key=seconds_by_rule.__getitem__)[:_RULES])
             if seconds < self.seconds:
-                self.seconds, self.best = seconds, candidate
+                self.seconds = seconds
+                self.best = candidate
         return self.known[candidate]
 
     def starts(self) -> Iterator[Candidate]:
@@ -397,7 +406,7 @@ class PlacementSearch:
                     yield slices
 
     def _exact_slices(self, bounds: tuple[int, ...]) -> Candidate:
-        """The slices that are optimal for as many equal stages as ranks, with the cut evened for them."""
+        """The optimal slices for one equal stage per rank, with the cut evened for them."""
 
         def time(op: Op) -> Callable[[Any, Any], Any]:
             return lambda length, context: self._mean_stage_seconds(op, length, context)
@@ -415,7 +424,8 @@ class PlacementSearch:
     def _mean_stage_seconds(self, op: Op, length: Any, context: Any) -> Any:
         """The seconds of all units on a slice, divided by the ranks, and of a stage besides."""
         lengths, contexts = np.broadcast_arrays(length, context)
-        costs, work = self.problem.costs, Work(op, lengths.ravel(), contexts.ravel())
+        costs = self.problem.costs
+        work = Work(op, lengths.ravel(), contexts.ravel())
         units = costs.each_seconds(work)[list(costs.parts)]
         return (units.sum(axis=0) / self.problem.num_ranks + costs.fixed_seconds(work)).reshape(lengths.shape)
 
@@ -425,7 +435,8 @@ class PlacementSearch:
         if not self.problem.given.is_open("partition"):
             return unit_bounds(self.problem.given.partition, costs.num_layers, costs.units_per_layer)
         total = np.cumsum(self.units(slices).unit_work())
-        num_stages, num_units = len(self.placement), self.problem.num_units
+        num_stages = len(self.placement)
+        num_units = self.problem.num_units
         bounds = [0]
         for stage in range(1, num_stages):
             nearest = int(np.searchsorted(total, total[-1] * stage / num_stages))
@@ -441,14 +452,17 @@ class PlacementSearch:
 
     def _descend(self, candidate: Candidate) -> None:
         """Changes one thing at a time, until no change makes the simulated step shorter or the effort is used up."""
-        now, first = self._simulated(candidate), 0
+        now = self._simulated(candidate)
+        first = 0
         while changes := self.changes(candidate):
             first %= len(changes)
             for number, (changed, bound) in enumerate(self._rough_bounds(changes[first:] + changes[:first]), 1):
                 if self._effort <= 0:
                     return
                 if bound < now and (seconds := self._simulated(changed)) < now * (1 - 1e-6):
-                    candidate, now, first = changed, seconds, first + number
+                    candidate = changed
+                    now = seconds
+                    first = first + number
                     break
             else:
                 return

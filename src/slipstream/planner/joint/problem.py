@@ -108,7 +108,8 @@ class JointProblem:
     @cached_property
     def state_sums(self) -> Floats:
         """The bytes of weights, gradients and optimizer state of the first 0, 1, ... units."""
-        costs, state = self.costs, self.update.state
+        costs = self.costs
+        state = self.update.state
         optimized = self.update.optimized(costs.each_number, costs.divided)
         of_kinds = costs.each_weight(state.weights) + state.gradients * costs.each_number.trained
         of_kinds = of_kinds + state.optimizer * optimized

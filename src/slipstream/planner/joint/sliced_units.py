@@ -132,12 +132,13 @@ class SlicedUnits:
 
     @cached_property
     def _held(self) -> tuple[Floats, Floats]:
-        """The bytes that F keeps. Of layers that are recomputed one by one these are the inputs of whole ones, as the
+        """The bytes kept by F. Of layers that are recomputed one by one these are the inputs of whole ones, as the
         embedding and the head keep their saved tensors."""
         if self.recompute == "none":
             return self._whole
         states = (self.costs.each_state * self.costs.each_has_backward)[self._kinds]
-        units, fixed = self._contexts + states[:, None], self._message_bytes
+        units = self._contexts + states[:, None]
+        fixed = self._message_bytes
         if self.recompute == "full":
             units[1 : -1 : self.costs.units_per_layer] += fixed
             units[[0, -1]], fixed = self._activations[[0, -1]], np.zeros_like(fixed)
@@ -171,7 +172,7 @@ class SlicedUnits:
 class _TrainedStages(TableCost):
     """Costs of which gradients that nobody needs are no part, also where an order has them still."""
 
-    sends_back: Flags  # whether the stage before each has a backward
+    sends_back: Flags  # True for stages whose previous stage has a backward
 
     def link_seconds(self, send: Action, source: int, destination: int) -> float:
         return 0.0 if self._is_needless(send) else super().link_seconds(send, source, destination)

@@ -18,11 +18,16 @@ from slipstream.planner.progress import ProgressReport
 from slipstream.schedule import Op, Schedule, ScheduleError, spread_vocabulary
 from slipstream.simulator import TableCost, result_seconds, simulate
 
-_VOCABULARY_CHOICE_NEAR = 1.03  # times the ideal step: a whole head's plan that is as near is taken
-_HEAVY = 0.25  # of a rank's share of the work: a lighter head isn't worth the loss
-_WORTH = 0.99  # of the step with a whole head: the times of V, L and VW are derived, not measured
-_MOST_AHEAD = 1  # microbatches more in flight: V and L lie between the last forward and the first backward
-_EFFORT = 0.5  # of a search with a whole head: without one ranks are soon even
+# A whole head is kept if its plan is this close to the ideal step.
+_VOCABULARY_CHOICE_NEAR = 1.03
+# A lighter head, as a share of a rank's work, isn't worth the loss.
+_HEAVY = 0.25
+# A spread head has to gain this much, as the times of V, L and VW are derived and not measured.
+_WORTH = 0.99
+# V and L lie between the last forward and the first backward, so one more microbatch may be in flight.
+_MOST_AHEAD = 1
+# Ranks without a whole head are soon even, so this share of the effort is enough.
+_EFFORT = 0.5
 
 
 def search_jointly(problem: JointProblem, progress: ProgressReport) -> JointPlan:
@@ -54,7 +59,8 @@ def search_jointly(problem: JointProblem, progress: ProgressReport) -> JointPlan
         return whole
     try:
         spread = _find_spread_plan(replace(problem, effort=_EFFORT * problem.effort), progress)
-    except SlipstreamError:  # nothing fits the memory limit
+    # Nothing fits the memory limit.
+    except SlipstreamError:
         return whole
     chosen, other = (spread, whole) if spread.seconds < _WORTH * whole.seconds else (whole, spread)
     return replace(chosen, other_head=other)
@@ -99,7 +105,8 @@ def _spread(problem: JointProblem, plan: JointPlan) -> JointPlan:
     for ahead in range(_MOST_AHEAD + 1):
         try:
             schedule = _with_parts(problem, plan.schedule, cost, ahead)
-        except ScheduleError:  # an order whose ranks would wait for each other
+        # The ranks of this order would wait for each other.
+        except ScheduleError:
             continue
         fits = limit is None or ahead == 0
         if limit is not None and account is not None and ahead:
@@ -149,7 +156,8 @@ def spread_costs(
     model's code around them. The first stage adds the embeddings up, which takes it about as long as a lookup: its F
     keeps the embedding's time.
     """
-    costs, last = problem.costs, len(partition) - 1
+    costs = problem.costs
+    last = len(partition) - 1
     table = SlicedUnits(WithoutHead(costs), slices, problem.link, recompute).table(
         unit_bounds(partition, costs.num_layers, costs.units_per_layer)
     )

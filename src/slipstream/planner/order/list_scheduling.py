@@ -30,11 +30,11 @@ class PriorityRule(NamedTuple):
     depth first; hurry 1 tends to 1F1B, -1 to a flush.
     """
 
-    splitting: str  # which backwards are split: "all", those "sent" to another rank, "none"
+    splitting: str  # backwards to split: "all", "sent" (to another rank) or "none"
     lag: float
     hurry: float
     patience: float
-    window: float = 0  # in mean times of an action
+    window: float = 0  # mean times of an action
 
 
 class ListScheduler:
@@ -61,10 +61,13 @@ class ListScheduler:
         before: Floats | Ints | None = None,
         period: float | None = None,
     ) -> None:
-        self._actions, self._times, self._limits = actions, times, limits
+        self._actions = actions
+        self._times = times
+        self._limits = limits
         self.splittings = actions.splittings(split)
         self._graphs: dict[str, ActionGraph] = {}
-        whole, microbatch = self.graph("none"), actions.arrays.microbatch
+        whole = self.graph("none")
+        microbatch = actions.arrays.microbatch
         self.alone = alone(whole) if alone else alone_starts(self.graph("all") if split else whole, microbatch)
         self._before = microbatch if before is None else before
         self._backward = np.arange(len(self.alone)) >= actions.num_units
@@ -103,7 +106,7 @@ def measure_order(
 
 
 def peaks(graph: ActionGraph, order: ActionOrder) -> Floats:
-    """Returns the most bytes of activations that each rank holds in an order."""
+    """Returns each rank's peak of activations in an order, in bytes."""
     return np.array([peak(graph, order, rank) for rank in range(len(graph.limits))])
 
 
@@ -111,7 +114,7 @@ def alone_starts(graph: ActionGraph, microbatch: Ints) -> Floats:
     """Returns each action's start if its microbatch ran alone, in the order of the numbers and without a limit."""
     graph = graph._replace(limits=np.full(len(graph.limits), np.inf))
     costs = np.stack([graph.seconds, graph.link_seconds, graph.link_occupied])
-    starts_by_costs: dict[bytes, Floats] = {}  # the starts in a microbatch of these costs
+    starts_by_costs: dict[bytes, Floats] = {}  # costs of a microbatch -> starts in it
     alone = np.empty(len(microbatch))
     for mine in np.split(np.argsort(microbatch, kind="stable"), np.cumsum(np.bincount(microbatch))[:-1]):
         if (costs_here := costs[:, mine].tobytes()) not in starts_by_costs:

@@ -10,7 +10,7 @@ from slipstream.schedule.compiled_sweep import makespan, peak, start_times
 from slipstream.schedule.sweep import ActionGraph, ActionOrder
 
 _NEVER = np.inf
-_SPLIT, _SWAP = 0.3, 0.6  # how often a whole backward is split, and how often only neighbours are swapped
+_SPLIT, _SWAP = 0.3, 0.6  # probabilities of splitting a whole backward, and of swapping only neighbours
 _FARTHEST = 12  # places an action moves at most
 
 
@@ -30,7 +30,8 @@ def anneal(
     size = 3 * num_units
     # Always copied: numba takes long to compile an assignment to a whole array.
     best_order, best_split = order, split
-    order, split = ActionOrder(order.rows.copy(), order.lengths.copy()), split.copy()
+    order = ActionOrder(order.rows.copy(), order.lengths.copy())
+    split = split.copy()
     start = start_times(graph, order)
     now = best = makespan(graph, start)
     position = np.zeros(size, np.int64)
@@ -40,7 +41,8 @@ def anneal(
         if num_pairs == 0:
             break
         late = pairs[np.random.randint(num_pairs)]
-        rank, unit = graph.rank[late], late % num_units
+        rank = graph.rank[late]
+        unit = late % num_units
         source, target = _proposal(graph, order, split, late, position[late])
         flips = source < 0 or target < 0
         if flips and times[1, unit] == _NEVER:
@@ -58,7 +60,8 @@ def anneal(
         if value <= now + threshold:
             now, start = value, trial
             if now < best * (1 - 1e-12):
-                best, best_split = now, split.copy()
+                best = now
+                best_split = split.copy()
                 best_order = ActionOrder(order.rows.copy(), order.lengths.copy())
         else:
             _move(order, rank, target, source, unit + 2 * num_units)
@@ -73,7 +76,8 @@ def _proposal(graph: ActionGraph, order: ActionOrder, split: Flags, late: int, a
 
     From -1: the weight gradient of a whole backward is inserted. To -1: it is removed, and the backward is whole.
     """
-    num_units, length = len(split), order.lengths[graph.rank[late]]
+    num_units = len(split)
+    length = order.lengths[graph.rank[late]]
     if late >= 2 * num_units and order.rows[graph.rank[late], at - 1] == late - num_units:
         return at, -1
     if num_units <= late < 2 * num_units and not split[late - num_units] and np.random.random() < _SPLIT:
@@ -89,7 +93,8 @@ def _proposal(graph: ActionGraph, order: ActionOrder, split: Flags, late: int, a
 def _flip(graph: ActionGraph, split: Flags, unit: int, times: Floats) -> None:
     """Splits the unit's backward, or merges it."""
     num_units = len(split)
-    back, weight = unit + num_units, unit + 2 * num_units
+    back = unit + num_units
+    weight = unit + 2 * num_units
     split[unit] = graph.exists[weight] = not split[unit]
     graph.seconds[back] = times[1, unit] if split[unit] else times[0, unit]
     graph.seconds[weight] = times[2, unit] if split[unit] else 0.0
@@ -141,7 +146,8 @@ def _critical_pairs(
     for _ in range(size):
         if action < 0 or start[action] <= tolerance:
             break
-        rank, cause = graph.rank[action], -1
+        rank = graph.rank[action]
+        cause = -1
         if position[action] > 0:
             early = order.rows[rank, position[action] - 1]
             if start[early] + graph.seconds[early] >= start[action] - tolerance:

@@ -23,7 +23,7 @@ from slipstream.schedule.sweep import ActionGraph
 def makespan_bound(problem: OrderingProblem) -> float:
     """Returns the bound that `slipstream.planner.order.order_search.step_lower_bound` describes, in seconds."""
     times = problem.times.seconds
-    shortest = np.minimum(times[Op.B], times[Op.I])  # until the input gradient is there
+    shortest = np.minimum(times[Op.B], times[Op.I])  # seconds until the input gradient is there
     rest = np.minimum(times[Op.B], times[Op.I] + times[Op.W]) - shortest
     graph = problem.graph(np.ones(problem.num_units, np.bool_))
     graph = graph._replace(seconds=np.concatenate([times[Op.F], shortest, np.maximum(rest, 0)]))
@@ -39,7 +39,7 @@ def _bytes_under(problem: OrderingProblem) -> Floats:
     """
     reach = problem.reach or [(0,) * count for count in problem.slice_counts]
     ends = np.arange(1, problem.firsts[-1] + 1)
-    oldest = ends - 1  # the first slice that each attends to, directly or not
+    oldest = ends - 1  # the first slice that each one attends to, directly or not
     for begin, row in zip(problem.firsts, reach, strict=False):
         for i, first in enumerate(row, begin):
             oldest[i] = oldest[begin + first : i + 1].min()
@@ -93,10 +93,10 @@ def rank_bounds(
 class _Paths(NamedTuple):
     """The longest paths of actions, in seconds: over all actions, and within a chain."""
 
-    heads: Floats  # to the action's start
-    tails: Floats  # from its end
-    to_turn: Floats  # from its end to the start of its chain's turn
-    from_turn: Floats  # from the start of the turn to its start
+    heads: Floats  # seconds before the action's start
+    tails: Floats  # seconds after its end
+    to_turn: Floats  # seconds from its end to the start of its chain's turn
+    from_turn: Floats  # seconds from the start of the turn to its start
 
 
 @compiled
@@ -177,8 +177,10 @@ def _on_machines(graph: ActionGraph, numbers: Ints, heads: Floats, tails: Floats
 
 
 def _bound(graph: ActionGraph, turns: Ints, under: Floats) -> float:
-    size, num_units = len(graph.seconds), len(under)
-    forwards, along = np.arange(num_units), _along(num_units)
+    size = len(graph.seconds)
+    num_units = len(under)
+    forwards = np.arange(num_units)
+    along = _along(num_units)
     paths = _Paths(np.zeros(size), np.zeros(size), np.full(size, -np.inf), np.full(size, -np.inf))
     heads, tails, to_turn, from_turn = paths
     _raise_paths(graph, along, heads, False)
@@ -200,7 +202,8 @@ def _bound(graph: ActionGraph, turns: Ints, under: Floats) -> float:
         turn_tail = _on_machines(graph, first[first >= num_units], from_turn, tails)
         bound = max(bound, turn_head + turn_tail)
         members = np.concatenate([by_chain[chain] for chain in chains])
-        up, down = members[members < num_units], members[members >= num_units]
+        up = members[members < num_units]
+        down = members[members >= num_units]
         heads[down] = np.maximum(heads[down], turn_head + from_turn[down])
         tails[up] = np.maximum(tails[up], to_turn[up] + turn_tail)
     bound = max(bound, _on_machines(graph, along, heads, tails))
@@ -215,7 +218,8 @@ def _bound(graph: ActionGraph, turns: Ints, under: Floats) -> float:
 
 def _turn_by_turn(graph: ActionGraph, turns: Ints, apart: Floats, paths: _Paths) -> float:
     """Returns the longest sum of the path to a turn, from turn to turn, and from the last, over all sizes of steps."""
-    first, last = paths.heads[turns].min(), (paths.tails[turns] + graph.seconds[turns]).min()
+    first = paths.heads[turns].min()
+    last = (paths.tails[turns] + graph.seconds[turns]).min()
     least = graph.seconds[turns].min()
     steps = ((lag, *divmod(len(turns) - 1, lag)) for lag in range(1, len(turns)))
     return max((first + many * apart[lag] + left * least + last for lag, many, left in steps), default=0.0)
@@ -224,7 +228,8 @@ def _turn_by_turn(graph: ActionGraph, turns: Ints, apart: Floats, paths: _Paths)
 def _memory_over_time(graph: ActionGraph, here: Ints, paths: _Paths) -> float:
     """Returns the bound by bytes times seconds: a unit is held from its forward to its backward, past the turn."""
     num_units = len(graph.seconds) // 3
-    back, weight = here + num_units, here + 2 * num_units
+    back = here + num_units
+    weight = here + 2 * num_units
     seconds = graph.seconds[here] + paths.to_turn[here] + paths.from_turn[back]
     seconds += graph.seconds[back] + graph.seconds[weight]
     after = (paths.tails[back] - graph.seconds[weight]).min()
@@ -238,7 +243,8 @@ def _turns_apart(graph: ActionGraph, here: Ints, under: Floats, paths: _Paths, a
     At its turn a chain is held whole. Bytes of several chains above the limit must be freed after the first one's turn,
     and taken again before the last one's.
     """
-    num_units, num_chains = len(under), graph.counts[2]
+    num_units = len(under)
+    num_chains = graph.counts[2]
     apart = np.zeros(num_chains + 1)
     limit = graph.limits[graph.rank[here[0]]]
     tolerance = 1e-9 * limit
@@ -269,14 +275,17 @@ def _freed_at(graph: ActionGraph, mine: Ints, paths: _Paths, size: float) -> flo
     """Returns the earliest time, in seconds from its turn, by which a chain can have freed `size` bytes of one rank."""
     num_units = len(graph.seconds) // 3
     if len(mine) == 0:
-        return -np.inf  # it holds nothing on this rank
+        # The microbatch has nothing on this rank.
+        return -np.inf
     ends = np.empty(len(mine))
     first, rate = np.inf, np.inf
     for k in range(len(mine)):
-        back, weight = mine[k] + num_units, mine[k] + 2 * num_units
+        back = mine[k] + num_units
+        weight = mine[k] + 2 * num_units
         work = graph.seconds[back] + graph.seconds[weight]
         ends[k] = paths.from_turn[back] + work
-        first, rate = min(first, paths.from_turn[back]), min(rate, work / graph.acquired[mine[k]])
+        first = min(first, paths.from_turn[back])
+        rate = min(rate, work / graph.acquired[mine[k]])
     freed, at = 0.0, 0.0
     for k in np.argsort(ends):
         freed += graph.acquired[mine[k]]
@@ -308,7 +317,8 @@ def _turn_after(graph: ActionGraph, mine: Ints, theirs: Ints, slack: float, unde
         seconds[k], tails[k] = graph.seconds[forward], paths.to_turn[forward]
     num_forced = len(theirs)
     for unit in mine:
-        back, weight = unit + num_units, unit + 2 * num_units
+        back = unit + num_units
+        weight = unit + 2 * num_units
         for action, head, freed in (
             (back, paths.from_turn[back], under[unit]),
             (weight, paths.from_turn[back] + graph.seconds[back], graph.acquired[unit]),

@@ -21,10 +21,12 @@ from slipstream.simulator import CostModel
 
 _MAX_TRIALS, _MAX_STEPS, _MAX_JOINS = 400, 15_000, 64  # enough for small problems, whatever effort is left
 _HEATS = (0.005, 0.001)
-_ALIKE = 1e-3  # of a step: costs are measured to about a hundredth
+_ALIKE = 1e-3  # share of a step; costs are measured to about a hundredth
 # Shares of the bytes that are held, in which an order is looked for, the smallest first; a limit above `_WORTH` of them
 # isn't worth a search. Each takes an eighth of the effort, and at most that of so many orders.
-_SHARES, _WORTH, _MOST_LESS = (0.5, 0.25), 0.8, 1800
+_SHARES = (0.5, 0.25)
+_WORTH = 0.8
+_MOST_LESS = 1800
 
 
 def hand_written(problem: OrderingProblem) -> Iterator[Schedule]:
@@ -45,7 +47,8 @@ class OrderSearch:
     default a lower bound."""
 
     def __init__(self, problem: OrderingProblem, effort: float, enough: float | None = None) -> None:
-        self.problem, self.effort = problem, effort
+        self.problem = problem
+        self.effort = effort
         self.size = 3 * problem.num_units
         self.bound = makespan_bound(problem) if enough is None else enough
         self.random = np.random.default_rng(0)
@@ -124,7 +127,8 @@ class OrderSearch:
 
     def join(self) -> None:
         """Merges I and W that follow each other into B where that costs nothing."""
-        num_units, units = self.problem.num_units, []
+        num_units = self.problem.num_units
+        units = []
         for row in self.best.order.by_rank():
             follows = (row[1:] >= 2 * num_units) & (row[:-1] == row[1:] - num_units)
             units += (row[:-1][follows] - num_units).tolist()
@@ -135,7 +139,8 @@ class OrderSearch:
             graph = self.problem.graph(split)
             rows = [row[graph.exists[row]] for row in self.best.order.by_rank()]
             order = ActionOrder.of(rows, self.problem.longest_row)
-            seconds, middle = makespan(graph, start_times(graph, order)), len(joined) // 2
+            seconds = makespan(graph, start_times(graph, order))
+            middle = len(joined) // 2
             if seconds <= self.best.seconds * (1 + 1e-12):
                 self.best = MeasuredOrder(seconds, order, split)
             elif middle and len(waiting) < _MAX_JOINS:
@@ -184,11 +189,13 @@ def find_order(
 
 
 def hold_less(problem: OrderingProblem, schedule: Schedule, seconds: float, effort: float) -> Schedule:
-    """Returns an order that holds less than the schedule on the rank that holds most, and takes at most a thousandth
-    longer than its `seconds`; where none is found, the schedule."""
-    longest, shares = seconds * (1 + _ALIKE), [*_SHARES]
+    """Returns an order with less memory on the schedule's fullest rank that takes at most a thousandth longer than its
+    `seconds`, or the schedule itself."""
+    longest = seconds * (1 + _ALIKE)
+    shares = [*_SHARES]
     order, split = problem.order(schedule)
-    held, less = peaks(problem.graph(split), order), copy(problem)
+    held = peaks(problem.graph(split), order)
+    less = copy(problem)
     while shares:
         less.limits = np.maximum(shares.pop() * held, problem.least_memory) * (1 + ROUNDING)
         if max(less.limits) >= _WORTH * max(held):
@@ -198,7 +205,8 @@ def hold_less(problem: OrderingProblem, schedule: Schedule, seconds: float, effo
         search.anneal(_HEATS[-1:])
         if search.best.seconds <= longest:
             search.join()
-            held, shares = peaks(problem.graph(search.best.split), search.best.order), [*_SHARES]
+            held = peaks(problem.graph(search.best.split), search.best.order)
+            shares = [*_SHARES]
             schedule = problem.schedule(search.best.order, search.best.split)
     return schedule
 

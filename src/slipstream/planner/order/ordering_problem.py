@@ -22,7 +22,7 @@ from slipstream.schedule.schedule import ActionRows
 from slipstream.schedule.sweep import ActionGraph, ActionOrder
 from slipstream.simulator import CostModel, TableCost, UnitCost
 
-ROUNDING = 1e-9  # bytes and times are sums of floats
+ROUNDING = 1e-9  # relative; bytes and times are sums of floats
 _OPS = Op.F, Op.B, Op.I, Op.W
 _PARTS = tuple(NUMBERS[op] for op in (Op.F, Op.I, Op.W))
 
@@ -30,10 +30,10 @@ _PARTS = tuple(NUMBERS[op] for op in (Op.F, Op.I, Op.W))
 class UnitTimes(NamedTuple):
     """The costs of all units' actions, in seconds and bytes."""
 
-    seconds: Mapping[Op, Floats]  # of F, B, I and W, one per unit
-    link_seconds: Floats  # that each action's result travels, (3 units,)
-    link_occupied: Floats  # for which it occupies its channel
-    held: Floats  # the bytes that each unit's F keeps
+    seconds: Mapping[Op, Floats]  # op (F, B, I or W) -> seconds per unit
+    link_seconds: Floats  # (3 units,), seconds for which each action's result travels
+    link_occupied: Floats  # (3 units,), seconds for which it occupies its channel
+    held: Floats  # bytes kept by each unit's F
 
     @classmethod
     def of_slices(
@@ -66,9 +66,11 @@ class StepActions:
     def __init__(
         self, placement: Sequence[int], slice_counts: Sequence[int], reach: Sequence[Sequence[int]] | None = None
     ) -> None:
-        self.placement, self.num_ranks = tuple(placement), max(placement, default=-1) + 1
-        self.slice_counts, self.num_microbatches = tuple(slice_counts), len(slice_counts)
-        self.firsts = tuple(accumulate(self.slice_counts, initial=0))  # of each microbatch's slices among a stage's
+        self.placement = tuple(placement)
+        self.num_ranks = max(placement, default=-1) + 1
+        self.slice_counts = tuple(slice_counts)
+        self.num_microbatches = len(slice_counts)
+        self.firsts = tuple(accumulate(self.slice_counts, initial=0))  # each microbatch's first slice, among a stage's
         self.reach = tuple(map(tuple, reach)) if reach is not None else None
         self.num_units = len(placement) * self.firsts[-1]
 
@@ -104,7 +106,8 @@ class StepActions:
     def schedule_of(self, rows: Sequence[Sequence[Action]]) -> Schedule:
         """Returns the Schedule of each rank's actions."""
         actions = rows if isinstance(rows, ActionRows) else tuple(map(tuple, rows))
-        counts, most = self.slice_counts, max(self.slice_counts, default=0)
+        counts = self.slice_counts
+        most = max(self.slice_counts, default=0)
         return Schedule("auto", actions, self.placement, self.num_microbatches, most, self.reach, counts)
 
     @cached_property
@@ -166,8 +169,11 @@ class StepActions:
 
         `limits` are the bytes of each rank; one where everything fits has none.
         """
-        seconds, nothing, units = times.seconds, np.zeros(self.num_units), np.ones(self.num_units, np.bool_)
-        backward, weight = np.where(split, seconds[Op.I], seconds[Op.B]), np.where(split, seconds[Op.W], 0)
+        seconds = times.seconds
+        nothing = np.zeros(self.num_units)
+        units = np.ones(self.num_units, np.bool_)
+        backward = np.where(split, seconds[Op.I], seconds[Op.B])
+        weight = np.where(split, seconds[Op.W], 0)
         channels, num_channels = self.channels
         return ActionGraph(
             seconds=np.concatenate([seconds[Op.F], backward, weight]),
@@ -214,7 +220,9 @@ class OrderingProblem(StepActions):
     ) -> None:
         counts = (num_slices,) * num_microbatches if isinstance(num_slices, int) else tuple(num_slices)
         super().__init__(placement, counts, reach)
-        self.num_microbatches, self.cost, self.split = num_microbatches, cost, split
+        self.num_microbatches = num_microbatches
+        self.cost = cost
+        self.split = split
         if set(placement) != set(range(self.num_ranks)) or not placement:
             raise SlipstreamError(
                 f"placement={list(placement)} must give the rank of every stage, and use every "
@@ -225,7 +233,8 @@ class OrderingProblem(StepActions):
             raise SlipstreamError(
                 f"memory_limit has {len(limits)} entries; give one for each of {self.num_ranks} ranks."
             )
-        _ = self.shape  # checks the counts
+        # Making the shape checks the counts.
+        _ = self.shape
         # Where microbatches take the same times, the costs of each action are asked for once.
         self._every = self.arrays_of(_OPS, alike=isinstance(cost, (TableCost, UnitCost)))
         self._held = self._every.each(cost.activation_bytes, among=slice(self.num_units))[: self.num_units]
@@ -241,7 +250,9 @@ class OrderingProblem(StepActions):
     @cached_property
     def times(self) -> UnitTimes:
         """The cost model's times of every action. Without `split`, I and W together count as long as B."""
-        every, channels, num_units = self._every, self.channels[0], self.num_units
+        every = self._every
+        channels = self.channels[0]
+        num_units = self.num_units
         parts = every.each(self.cost.seconds, among=slice(None if self.split else 2 * num_units)).reshape(4, -1)
         seconds = dict(zip(_OPS, parts, strict=True))
         if not self.split:

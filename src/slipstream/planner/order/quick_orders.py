@@ -48,8 +48,11 @@ class QuickOrders:
         given: Schedule | None = None,
         **priorities: Any,
     ) -> None:
-        self.actions, self.given = actions, given
-        self._times, self._split, self._priorities = times, split, priorities
+        self.actions = actions
+        self.given = given
+        self._times = times
+        self._split = split
+        self._priorities = priorities
         self._limits: Floats = np.full(actions.num_ranks, np.inf) if room is None else room * (1 + ROUNDING)
 
     @cached_property

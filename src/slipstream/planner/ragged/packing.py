@@ -10,7 +10,7 @@ from slipstream.planner.ragged.step_problem import StepProblem
 
 Groups = tuple[tuple[int, ...], ...]  # the numbers of the sequences in each microbatch
 
-_SLICES = (1.0, 2.0, 4.0)  # times the slice that balances fill and fixed costs
+_SLICES = (1.0, 2.0, 4.0)  # multiples of the slice that balances fill and fixed costs
 _GROUPS = (1.0, 2.0, 4.0)  # slices of a group of short sequences
 
 
@@ -34,7 +34,7 @@ def _groups(problem: StepProblem, work: list[float], slice_work: float) -> Itera
 
 
 def filled(work: Sequence[float], size: float, lengths: Sequence[int], most_tokens: float) -> list[list[int]]:
-    """Returns groups of at most so much work and so many tokens, as few as best fit finds; a larger sequence is alone.
+    """Returns the groups found by best fit, limited in work and tokens; a larger sequence is alone.
 
     Args:
         work: of each sequence.
@@ -43,7 +43,7 @@ def filled(work: Sequence[float], size: float, lengths: Sequence[int], most_toke
         most_tokens: of a group.
     """
     groups: list[list[int]] = []
-    left: list[tuple[float, float]] = []  # work and tokens
+    left: list[tuple[float, float]] = []  # (work, tokens) left in each group
     for sequence in _largest_first(work):
         least = work[sequence], lengths[sequence]
         fitting = [index for index, (room, tokens) in enumerate(left) if room >= least[0] and tokens >= least[1]]

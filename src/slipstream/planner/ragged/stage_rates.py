@@ -19,7 +19,7 @@ from slipstream.planner.joint import SlicedUnits
 from slipstream.schedule import Op
 from slipstream.simulator import TableCost
 
-_LITTLE = 1e-6  # of a slice's fixed part
+_LITTLE = 1e-6  # share of a slice's fixed part
 _LEAST = 1e-12  # seconds of any action
 
 
@@ -146,7 +146,8 @@ class StageRates(Costs):
 
     def on_slices(self, slices: Sequence[int]) -> TableCost:
         """Returns the simulator's costs of the stages on slices of a row."""
-        tokens, ends = np.array(slices, np.int64), np.array([0, *accumulate(slices)], np.int64)
+        tokens = np.array(slices, np.int64)
+        ends = np.array([0, *accumulate(slices)], np.int64)
         return self.table(tokens, self.action_seconds(tokens, np.diff(self.scores(ends), axis=0)))
 
     def of_rows(self, num_rows: int) -> StageRates:
@@ -181,7 +182,7 @@ class StageRates(Costs):
         return np.stack([np.asarray(window.scores(num_queries), float) for window in self.windows], axis=1)
 
 
-_POINTS = 5  # of slice lengths, and of contexts
+_POINTS = 5  # numbers of slice lengths, and of contexts
 
 
 def fit_rates(

@@ -1,4 +1,4 @@
-"""A step's plan within a memory limit, and what holds least where none is found."""
+"""A step's plan within a memory limit, or the plan with the least memory."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from slipstream.planner.ragged.step_problem import StepMemory, StepPlan, StepPro
 from slipstream.planner.ragged.step_search import search_rows
 from slipstream.planner.room import OutOfMemoryError, Room, first_within
 
-_EFFORTS = (0.6, 0.3, 0.2, 0.2)  # of the tries with less and less room for activations, as shares
-_SPARED = 0.02  # of the limit, on every rank: an order with less room holds other messages, at other times
-_COUNTS = (1, 4, 16)  # slices of a sequence that is alone
+_EFFORTS = (0.6, 0.3, 0.2, 0.2)  # shares of the effort for searches with less and less room for activations
+_SPARED = 0.02  # share of the limit spared on every rank: with less room, an order has other messages at other times
+_COUNTS = (1, 4, 16)  # slices of a lone sequence
 
 
 def search_within_memory(problem: StepProblem) -> StepPlan:
@@ -47,7 +47,7 @@ def search_within_memory(problem: StepProblem) -> StepPlan:
 
 
 def _one_by_one(problem: StepProblem, memory: StepMemory) -> StepPlan:
-    """Returns the plan that holds least: every sequence alone, with whole backwards, one after the other."""
+    """Returns the plan with the least memory: every sequence alone, with whole backwards, one after the other."""
     if not (problem.given.is_open("schedule") and problem.given.is_open("num_microbatches")):
         return search_rows(problem)
     plan, most = _least(problem, problem.lengths, memory)
@@ -57,7 +57,7 @@ def _one_by_one(problem: StepProblem, memory: StepMemory) -> StepPlan:
 
 
 def _least(problem: StepProblem, lengths: Sequence[int], memory: StepMemory) -> tuple[StepPlan, float]:
-    """Returns the plan that holds least for sequences of these lengths, and the bytes of its fullest rank."""
+    """Returns the plan with the least memory for sequences of these lengths, and the bytes of its fullest rank."""
     plans = [_alone(problem, lengths, count) for count in _COUNTS]
     most = [max(memory.account(plan)) for plan in plans]
     return plans[least := int(np.argmin(most))], most[least]

@@ -18,7 +18,7 @@ from slipstream.planner.ragged.stage_rates import StageRates
 from slipstream.schedule import Op, Schedule, SlicedMicrobatch
 from slipstream.units import numbers_text
 
-_SHORTEST = 1 / 256  # of a step's work: the shortest slices, where slices cost nothing besides their tokens
+_SHORTEST = 1 / 256  # length of the shortest slices as a share of a step's work, if slices have no fixed cost
 
 
 @dataclass(frozen=True)

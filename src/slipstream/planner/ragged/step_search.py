@@ -70,7 +70,8 @@ def orders_of(problem: StepProblem, step: SlicedStep) -> QuickOrders:
     Raises:
         SlipstreamError: where the given order has its stages on other ranks.
     """
-    counts, given = step.counts.tolist(), None
+    counts = step.counts.tolist()
+    given = None
     if not problem.given.is_open("schedule"):
         given = given_order(problem.given.schedule, problem.placement, len(counts), counts, problem.split)
     work = np.zeros((problem.num_ranks, len(counts)))
@@ -93,9 +94,11 @@ _FIRST = (
     PriorityRule("sent", 0.5, -1.0, 0.0),
     PriorityRule("none", 0.5, -1.0, 0.0),
     PriorityRule("none", 1.0, 0.5, 0.0),
-)  # of every candidate
-_LAGS, _HURRIES, _PATIENCES = (0.5, 1.0, 2.0, 0.0), (-1.0, 0.0, 0.25, 0.5, 1.0), (0.0, 0.5)
-_NAMED = 5  # as many times as long a schedule that has a name takes to make
+)  # rules tried on every candidate
+_LAGS = (0.5, 1.0, 2.0, 0.0)
+_HURRIES = (-1.0, 0.0, 0.25, 0.5, 1.0)
+_PATIENCES = (0.0, 0.5)
+_NAMED = 5  # time of a named schedule, as a multiple of a rule's
 
 
 def search_rows(problem: StepProblem) -> StepPlan:
@@ -115,7 +118,8 @@ class _StepSearch:
     """The best order so far, and the effort that is left."""
 
     def __init__(self, problem: StepProblem) -> None:
-        self.problem, self.effort = problem, problem.effort
+        self.problem = problem
+        self.effort = problem.effort
         self.best: tuple[MeasuredOrder, SlicedStep, QuickOrders] | None = None
 
     def plan(self) -> StepPlan:
@@ -154,7 +158,8 @@ class _StepSearch:
 def _nothing_fits(problem: StepProblem) -> OutOfMemoryError:
     """Says which sequence is too long, or which microbatch too large, for the memory of some rank."""
     longest = int(np.argmax(problem.lengths))
-    length, most = problem.lengths[longest], int(max(problem.most_tokens, 0))
+    length = problem.lengths[longest]
+    most = int(max(problem.most_tokens, 0))
     if length > most:
         return OutOfMemoryError(
             f"inputs[{longest}] has {length} tokens, but the memory limit leaves room for {most} in a "

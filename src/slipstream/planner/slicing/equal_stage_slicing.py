@@ -26,7 +26,8 @@ def equal_time_cuts(num_slices: int, attention_share: float) -> list[float]:
     """
     if not 0 <= attention_share <= 1:
         raise SlipstreamError(f"attention_share={attention_share}: give a fraction of the time, 0 to 1.")
-    linear, square = 1 - attention_share, attention_share
+    linear = 1 - attention_share
+    square = attention_share
     shares = [i / num_slices for i in range(1, num_slices)]
     # with the root in the denominator nothing cancels, and A = 0 isn't a special case
     return [2 * share / (linear + sqrt(linear**2 + 4 * square * share)) for share in shares]
@@ -262,8 +263,8 @@ Limits = tuple[float, ...]
 class Solution(NamedTuple, Generic[Choice]):
     """The best solution under some limits on its maxima."""
 
-    total: float  # the least sum; infinite if nothing keeps to the limits
-    maxima: Limits  # of this solution, at most the limits
+    total: float  # the least sum; infinite if nothing satisfies the limits
+    maxima: Limits  # maxima of this solution, within the limits
     above: Limits  # the smallest values over the limits: limits below these allow no other solution
     choice: Choice
 
@@ -285,8 +286,9 @@ def minimize(
         weight: K-1 for K stages.
         tolerance: the share of its cost by which the solution may cost more than the least.
     """
-    best, best_cost = solve((inf,) * len(lower)), inf
-    boxes = BestFirst[tuple[Limits, Limits, Solution[Choice]]]()  # of lower, limits, solution
+    best = solve((inf,) * len(lower))
+    best_cost = inf
+    boxes = BestFirst[tuple[Limits, Limits, Solution[Choice]]]()  # (lower, limits, solution)
 
     def add(lower: Limits, limits: Limits, solution: Solution[Choice]) -> None:
         nonlocal best, best_cost
@@ -300,10 +302,12 @@ def minimize(
     add(lower, (inf,) * len(lower), best)
     while found := boxes.next_below(best_cost * (1 - tolerance)):
         bound, (lower, limits, solution) = found
-        slack = (best_cost - bound) / weight  # maxima further over `lower` cost too much
+        # Maxima further above `lower` cost more than the best solution.
+        slack = (best_cost - bound) / weight
         gaps = [min(slack, high - low) for low, high in zip(lower, solution.maxima, strict=True)]
         axis = max(range(len(gaps)), key=gaps.__getitem__)
-        share = 0.8 if gaps[axis] >= slack else 0.6  # halves take a quarter more solves
+        # Halves would take a quarter more solves.
+        share = 0.8 if gaps[axis] >= slack else 0.6
         middle = lower[axis] + share * gaps[axis]
         if middle >= solution.maxima[axis]:  # neighbouring numbers
             middle = lower[axis]
@@ -316,8 +320,8 @@ def minimize(
 
 SliceTime = Callable[[Any, Any], Any] | ArrayLike
 
-MAX_CUTS = 8192  # a table of 0.5 GiB; the search reads it a hundred times
-_BLOCK = 64  # cuts whose slices are timed in one call: small enough for the cache, large enough for few calls
+MAX_CUTS = 8192  # places to cut; more would need a table above 0.5 GiB, which the search reads a hundred times
+_BLOCK = 64  # cuts timed per call: few enough for the cache, and enough for few calls
 
 
 @dataclass(frozen=True)
@@ -348,7 +352,8 @@ class TimeTable:
     @cached_property
     def least(self) -> tuple[float, ...]:
         """Lower bounds of a slicing's maxima: it has a first slice and a last one."""
-        first, last = self.times[:, :, 0].min(axis=1), self.times[:, -1].min(axis=1)
+        first = self.times[:, :, 0].min(axis=1)
+        last = self.times[:, -1].min(axis=1)
         return tuple(np.maximum(first, last).tolist())
 
     def lengths(self, cuts: Sequence[int]) -> tuple[int, ...]:
@@ -435,7 +440,8 @@ def _lookup(values: ArrayLike, bounds: Ints, granularity: int) -> Callable[[Any,
     return lambda tokens, context: array[tokens // granularity, context // granularity]
 
 
-NUMBA_PAYS_FROM = 200  # cuts; with fewer, NumPy is done before Numba is imported
+# NumPy finishes fewer cuts than these before Numba is imported.
+NUMBA_PAYS_FROM = 200
 
 CutPath = Solution[tuple[int, ...]]  # the cuts 0, ..., n; none where the limits allow none
 # (times, floors, weight, limits) -> least sum and previous cut of each cut, and `above`
@@ -479,9 +485,10 @@ def search_loops(times: Floats, floors: Floats, weight: Floats, limits: Floats) 
     best[0] = 0
     previous = np.zeros(n + 1, np.int64)
     above = np.full(len(times), np.inf)
-    within = np.zeros(len(times), np.int64)  # the first start that keeps to each limit
+    within = np.zeros(len(times), np.int64)  # the first start within each limit
     for end in range(1, n + 1):
-        first = 0  # all slices that start before it are over a limit
+        # All slices that start before this one exceed a limit.
+        first = 0
         for d in range(len(times)):
             limit_start = within[d]  # usually near the previous one; `floors` falls, so a step or two finds it
             while limit_start < end and floors[d, end, limit_start] > limits[d]:

@@ -45,7 +45,7 @@ def schedule_costs(
 ScheduleForSlices = Callable[[tuple[int, ...]], tuple[Schedule, CostModel]]
 
 _SHARES = (0.0, 0.1, 0.25, 0.5, 0.75, 1.0)  # attention's share of the time, for the first cuts
-_STARTS = 3  # how many counts of slices are improved
+_STARTS = 3  # numbers of slices to improve
 
 
 def slice_for_schedule(
