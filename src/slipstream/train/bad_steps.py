@@ -18,9 +18,9 @@ from slipstream.train.run_context import RunContext
 # Of several ranks the largest counts.
 _FINE, _SPIKE, _NON_FINITE = range(3)
 _REASONS = {_SPIKE: "spike", _NON_FINITE: "not finite"}
-_REMEMBERED = 64  # good steps, of whose values the median is taken
-_FEWEST = 10  # good steps before one can be a spike
-_MOST_IN_A_ROW = 10  # bad steps; then the run ends whatever the policy
+_REMEMBERED = 64  # good steps in the median of their values
+_FEWEST = 10  # good steps before a spike can be told
+_MOST_IN_A_ROW = 10  # bad steps in a row before the run ends, whatever the policy
 
 
 class BadSteps:

@@ -29,7 +29,7 @@ from slipstream.train.run_folder import RunFolder, read_lines
 from slipstream.train.training_step import train_step
 from slipstream.units import plural, seconds_text
 
-_WARM_UP = 2  # steps that pay for first touches of memory
+_WARM_UP = 2  # steps with first touches of memory
 
 
 class UnslicedModel(torch.nn.Module):

@@ -30,7 +30,8 @@ def make_pipeline(
         model: what `source_of` returns, or the family that was made of it.
         changes: arguments of the Pipeline in place of the configuration's.
     """
-    needs_check = config.parallel.tensor > 1 and config.runtime.self_check  # the preflight has compared slices
+    # The preflight has compared slices already, but not tensor ranks.
+    needs_check = config.parallel.tensor > 1 and config.runtime.self_check
     settings: dict[str, Any] = {
         **config.pipeline_options(),
         "device": device,

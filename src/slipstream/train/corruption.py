@@ -82,7 +82,8 @@ class StateCheck:
         if self._world.size == 1:
             self._lone = {place_of(shard) for shard in self._shards()}
             return False
-        with watchdog_paused("comparing copies"):  # large ones may take longer than ranks may wait otherwise
+        # Comparing large copies may take longer than ranks may otherwise wait.
+        with watchdog_paused("comparing copies"):
             mine = {place_of(shard): fingerprint(shard.tensor) for shard in self._shards()}
             digests = self._world.gather(mine)
         self._hosts = self._hosts or self._world.gather(socket.gethostname())
@@ -136,7 +137,7 @@ def _named(places: list[str]) -> str:
     return ", ".join(places[:_MOST_NAMED]) + more
 
 
-_BLOCK = 2**24  # elements of a tensor on a GPU that are widened at a time
+_BLOCK = 2**24  # elements widened at a time, of a tensor on a GPU
 
 
 class Difference(NamedTuple):

@@ -262,7 +262,7 @@ def check_file(file: Path | None) -> None:
         raise SlipstreamError(f"{file} is empty; give a file with text")
 
 
-_LARGEST = 700.0  # nats; e to more is no float64
+_LARGEST = 700.0  # nats; e to a larger power is no float64
 
 
 @dataclass(frozen=True)

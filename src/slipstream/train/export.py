@@ -297,7 +297,8 @@ def _exported_by(run: RunFolder) -> str | None:
 def _open(path: str, trusts_code: bool, run: RunFolder | None) -> OpenedModel:
     if trusts_code:
         trust_remote_code(path)
-    load_config(path)  # its errors say whether there is a model
+    # Raises an error that says whether there is a model.
+    load_config(path)
     instead = (
         "Copy the files of its tokenizer there (tokenizer.json, tokenizer_config.json), which runs and `slipstream "
         "export` write with a model."

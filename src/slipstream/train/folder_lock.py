@@ -34,11 +34,11 @@ from slipstream.errors import SlipstreamError, printable
 from slipstream.foreign_text import parse_json, read_text
 from slipstream.own_files import OwnFolder, link_advice
 
-FOLDER = "slipstream-run"  # visible, so that it is copied with the rest
+FOLDER = "slipstream-run"  # a visible name, so that it is copied with the rest
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _NAMESPACE = Path("/proc/self/ns/pid")
 
-_held: dict[str, str] = {}  # the keys of the owners as which this process writes, by the output folder
+_held: dict[str, str] = {}  # output folder -> key of the owner as which this process writes
 
 
 def write_as(key: str | None, output: Path) -> None:
@@ -64,8 +64,9 @@ class FolderOwner:
     host: str
     process: int
     machine: str  # the boot and the namespace of the process's number; "" where unknown
-    started: int  # when the process began, in ticks since its machine's boot: a clock may be set
-    since: str  # when it took the folder, for people
+    # Start of the process in ticks since its machine's boot, as a clock may be set.
+    started: int
+    since: str  # time at which it took the folder, for people
 
     @classmethod
     def here(cls) -> FolderOwner:
@@ -104,7 +105,8 @@ def _machine() -> str:
 
 
 BEAT_SECONDS = 2.0
-STALE_SECONDS = 30.0  # without a heartbeat; far above the delay by a full disk or a busy interpreter
+# Seconds without a heartbeat, far above the delay by a full disk or a busy interpreter.
+STALE_SECONDS = 30.0
 _NAME = re.compile(r"owner-(\d{4,})\.json")
 _WORK = re.compile(r"\.?owner-[0-9a-f]{32}\.part")
 _TRIES_TO_EMPTY = 100
@@ -149,7 +151,7 @@ class FolderLock:
         self._beat_seconds = beat_seconds
         self._stale_seconds = stale_seconds
         self._owner = FolderOwner.here()
-        self._number = 0  # this owner's; 0 while the lock isn't held
+        self._number = 0  # this owner's number; 0 without the lock
         self._is_joined = False
         self._write_again: Callable[[], None] = lambda: None
         self._remaking = threading.Lock()
@@ -268,11 +270,12 @@ class FolderLock:
     def _claim(self, number: int) -> bool:
         """Becomes the owner of this number, unless another process is faster; then no earlier one can publish anything
         any more."""
-        new = self._work.with_name(f".{self._work.name}")  # nothing can be published from there
+        new = self._work.with_name(f".{self._work.name}")  # a folder from which nothing can be published
         new.mkdir(exist_ok=True)
         try:
             self._write(number)
-            if max(self._numbers()) > number:  # several have come and gone meanwhile
+            # Several owners have come and gone meanwhile.
+            if max(self._numbers()) > number:
                 self._own.remove(self._file(number))
                 raise FileExistsError
             for name in self._own.names(self._folder):
@@ -280,7 +283,8 @@ class FolderLock:
                     self._move_away(self._folder / name, new)
             if not self._work.exists():
                 self._own.move(new, self._work)
-        except (FileExistsError, FileNotFoundError):  # another one has become the owner, and moved this away
+        # Another process has become the owner, and has moved this folder away.
+        except (FileExistsError, FileNotFoundError):
             with suppress(OSError):
                 self._own.remove_empty(new)
             return False
@@ -301,14 +305,17 @@ class FolderLock:
         try:
             self._own.move(work, away)
         except FileNotFoundError:
-            new.stat()  # this one is gone, or the other
+            # Raises if it is this folder that is gone.
+            new.stat()
             return
-        if away.is_symlink():  # no folder of a run, which made one
+        # A link isn't the folder of a run, which made a folder.
+        if away.is_symlink():
             return
         for _ in range(_TRIES_TO_EMPTY):
             for name in self._own.names(away):
                 self._own.move(away / name, new / f"{work.name}-{name}")
-            with suppress(OSError):  # something new is inside
+            # The folder stays if something new is inside.
+            with suppress(OSError):
                 self._own.remove_empty(away)
                 break
 
@@ -340,7 +347,8 @@ class FolderLock:
     def _beat(self) -> None:
         """Shows from time to time that this run is at work, until the lock is released or lost."""
         while not self._released.wait(self._beat_seconds):
-            with suppress(OSError):  # a disk that fails doesn't end a run
+            # A failing disk doesn't end a run.
+            with suppress(OSError):
                 owner_number, owner = self._newest()
                 if owner == self._owner:
                     os.utime(self._file(owner_number))

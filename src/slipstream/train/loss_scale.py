@@ -25,7 +25,7 @@ class LossScale:
     growth: float = 2.0
     backoff: float = 0.5
     growth_interval: int = 2000
-    max_bad: int = 20  # bad steps in a row, after which training stops with an error
+    max_bad: int = 20  # bad steps in a row before training stops with an error
 
     def __post_init__(self) -> None:
         self.num_skipped = 0  # bad steps of the whole run

@@ -26,9 +26,9 @@ from slipstream.train.recorded_plan import expected_batch
 from slipstream.train.run_context import RunContext
 from slipstream.units import bytes_text, seconds_text, table_text
 
-_EFFORT = 0.2  # the share of the effort of a run's own search
+_EFFORT = 0.2  # share of the effort of a run's own search
 _REDUCTIONS = 4  # all-reduces of a layer's output in a forward and a backward
-_ALIKE = 1.02  # times the shortest planned step: plans are off by as much
+_ALIKE = 1.02  # multiple of the shortest planned step that counts as equal, as plans are no more exact
 
 
 @dataclass(frozen=True)

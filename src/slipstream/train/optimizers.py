@@ -68,7 +68,8 @@ def _imported(path: str) -> type[Optimizer]:
     module, _, name = path.rpartition(".")
     try:
         kind = getattr(import_module(module), name)
-    except Exception as error:  # a module may raise anything
+    # A module may raise anything when imported.
+    except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         raise SlipstreamError(
             f"optimizer.name={path} can't be imported ({reason}); install its package on every machine, or give a name "
@@ -93,7 +94,8 @@ def check_arguments(settings: OptimizerSection) -> None:
     parameters = inspect.signature(kind).parameters
     taken = [name for name in parameters if name != "params"]
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return  # its trial finds the problem
+        # The optimizer's trial finds the problem.
+        return
     for prefix, names in (("optimizer", _given(settings)), ("optimizer.args", settings.args)):
         for name, value in names.items():
             if name not in taken:
@@ -109,7 +111,7 @@ def check_arguments(settings: OptimizerSection) -> None:
 
 
 _OWN = ("cosine", "constant")
-_FROM_RUN = ("optimizer", "num_warmup_steps", "num_training_steps", "last_epoch")  # arguments that aren't to be given
+_FROM_RUN = ("optimizer", "num_warmup_steps", "num_training_steps", "last_epoch")  # arguments reserved for the run
 
 
 def make_scheduler(optimizer: Optimizer, settings: OptimizerSection, num_steps: int) -> LambdaLR:
@@ -189,8 +191,9 @@ Reach = Literal["element", "parameter", "model"]
 
 # By number of dimensions; above the sizes from which known optimizers factor (128) or quantise (4096 elements) a state.
 _SHAPES = {0: (), 1: (4160,), 2: (160, 144), 3: (3, 160, 144), 4: (2, 2, 40, 36)}
-_SCALES = (1.0, 10.0, 0.1, 3.0, 1.0, 0.01, 1.0, 2.0)  # the gradients of each step, by these factors
-_BOUNDS = {torch.float64: 1e-9, torch.float32: 1e-4}  # up to which values are equal, as a share of the largest
+_SCALES = (1.0, 10.0, 0.1, 3.0, 1.0, 0.01, 1.0, 2.0)  # factor of the gradients in each step
+# Largest difference of equal values, as a share of the largest value.
+_BOUNDS = {torch.float64: 1e-9, torch.float32: 1e-4}
 
 
 @dataclass(frozen=True)

@@ -123,7 +123,8 @@ def with_lengths(text: TokenisedText, section: PreferenceSection) -> TokenisedTe
     """Returns a text of answers for a loss that needs no model before the training: of each answer how many targets it
     has, (D,), for orpo (D, 2) with those of the prompt first, which then count as well."""
     documents = [text.labels_of(index) for index in range(text.num_documents)]
-    firsts = [int(np.argmax(labels[1:] != IGNORED)) for labels in documents]  # targets before the first that counts
+    # Number of targets before the first that counts.
+    firsts = [int(np.argmax(labels[1:] != IGNORED)) for labels in documents]
     answers = [int((labels[1:] != IGNORED).sum()) for labels in documents]
     if section.loss == "simpo":
         return replace(text, values=np.array(answers, dtype=np.float64))

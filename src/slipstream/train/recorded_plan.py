@@ -111,7 +111,8 @@ def _chosen_before(config: Config, facts: Mapping[str, Any]) -> Mapping[str, Any
 def _given_before(config: Config, facts: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what is open now and was settled in a checkpoint's configuration: by the defaults of an earlier version,
     1f1b in 8 slices, where it was open too. Nothing where it was planned."""
-    before, now = facts["settings"]["pipeline"], config.pipeline
+    before = facts["settings"]["pipeline"]
+    now = config.pipeline
     if facts["mesh"].get("pp") != now.num_ranks:
         return {}
     settled = "schedule", "slices", "stages_per_rank"
@@ -283,7 +284,8 @@ def _write(config: Config, plan: JointPlan, rates: StageRates | None) -> None:
     size = "batch_size" if training.batch_tokens is None else "batch_tokens"
     parallel = config.parallel
     decided = plan.plan
-    if rates is not None:  # by which each step is sliced anew
+    # With these rates, each step is sliced anew.
+    if rates is not None:
         decided = replace(decided, slices=OPEN, num_microbatches=config.pipeline.num_microbatches)
     sections = decided.dump(folder.planned_schedule.name)
     sections["parallel"] = parallel.model_dump(mode="json", exclude_defaults=True) | sections["parallel"]

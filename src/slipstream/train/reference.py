@@ -139,7 +139,8 @@ def log_probabilities(
         held_out = HeldOutBatches(pairs, size)
         numbers = list[int]()
         parts = list[Array]()
-        for batch in held_out.chosen():  # the last one begins again with the first pairs
+        # The last batch begins again with the first pairs.
+        for batch in held_out.chosen():
             mine = held_out.batch(batch, *replica)
             if mine.sequence_values is None:
                 shape = (len(mine.input_ids), num_values) if num_values else (len(mine.input_ids),)

@@ -85,7 +85,7 @@ class RunCheckpoints:
             folder.listed.add_folder(folder.checkpoints)
         if self.has_one_at_the_end:
             self.stored.prepare()
-        self._keep_seconds = 0.0  # the longest wait of a step for a save
+        self._keep_seconds = 0.0  # longest wait of a step for a save, in seconds
         self._failures = FailureLog(folder.failures)
 
     def find_start(self) -> SavedCheckpoint | None:
@@ -137,7 +137,8 @@ class RunCheckpoints:
     def save(self, step: int, parts: CheckpointedParts) -> None:
         """Begins to save, as `Checkpoints.save`. Collective."""
         folder = self._run.folder
-        if self._run.world.rank == 0 and not folder.listed.has(folder.checkpoints):  # somebody has removed the list
+        # Someone has removed the list.
+        if self._run.world.rank == 0 and not folder.listed.has(folder.checkpoints):
             with self._run.writes.of("the list of the run's files"):
                 folder.listed.add_folder(folder.checkpoints)
         with watchdog_paused("saving", uses_disk=True):
@@ -197,9 +198,9 @@ class FailureLog:
         return int(lines[-1]["started_after"]) if is_repeated else None
 
 
-_FIRST = 10  # the step of the first one, before anything is measured
-_PATIENCE = 600.0  # seconds of training before the first one where none is asked for
-_REMEMBERED = 32  # steps and saves, of whose seconds the median is taken
+_FIRST = 10  # the step of the first checkpoint, before anything is measured
+_PATIENCE = 600.0  # seconds of training before the first checkpoint, if no interval is given
+_REMEMBERED = 32  # steps and saves in the median of their seconds
 _SECONDS_OF_A_DAY = 86400.0
 
 
@@ -231,7 +232,8 @@ class SaveInterval:
         self._world = world
         self._between_failures = _SECONDS_OF_A_DAY / failures_per_day
         self._steps, self._costs, self._writes = (deque[float](maxlen=_REMEMBERED) for _ in range(3))
-        self._next, self._trained = 0, 0.0
+        self._next = 0
+        self._trained = 0.0
 
     def note_step(self, seconds: float) -> None:
         """Notes how long a step took."""

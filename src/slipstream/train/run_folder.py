@@ -81,7 +81,8 @@ class RunFolder:
     def replaced(self, path: Path) -> Iterator[Path]:
         """Yields where to write a file that then gets its place at `path`, whole or not at all. Raises OSError where
         another run has the folder by now."""
-        part = self.work / f"part.{path.name}"  # the writers of pictures go by the end of the name
+        # The writers of pictures choose a format by the end of the name.
+        part = self.work / f"part.{path.name}"
         yield part
         self.own.move(part, path)
 
@@ -186,7 +187,8 @@ class ListedFiles:
         """Removes all that is listed, and folders that this leaves empty."""
         names = self._names()
         folders = self.folders()
-        removed = work_folder(self._folder) / "removed"  # into which no rename leads once another run has the folder
+        # No rename leads into this folder once another run has the run's folder.
+        removed = work_folder(self._folder) / "removed"
         for name in sorted(names):
             path = self._folder / name
             if path.is_symlink() or (path.is_dir() if name.endswith("/") else path.is_file()):

@@ -123,7 +123,8 @@ def sample_in_training(run: RunContext, pipe: Pipeline, step: int) -> SampleReco
     prompt_tokens: list[int] = tokenizer(sample.prompt, verbose=False)["input_ids"]
     tokens = list(prompt_tokens)
     generator = torch.Generator().manual_seed(keyed_seed(run.config.training.seed, step))
-    copies = max(1, run.config.pipeline.num_microbatches)  # each microbatch needs a sequence
+    # Each microbatch needs a sequence.
+    copies = max(1, run.config.pipeline.num_microbatches)
     while len(tokens) - len(prompt_tokens) < sample.max_new_tokens:
         with autocast(run.config, run.device):
             logits = pipe.logits([torch.tensor(tokens)] * copies)

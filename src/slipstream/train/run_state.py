@@ -75,9 +75,10 @@ class RunState:
         # An adapter belongs to these weights.
         self._base = describe_base(str(run.config.model.path)) if pipe.adapter is not None and pipe.leads else None
         self._rates = rates
-        self._data = describe_data(sequences)  # computed once: it reads all of the text
+        # Computed once, as it reads all of the text.
+        self._data = describe_data(sequences)
         self.step = 0
-        self.num_samples = 0  # sequences that were trained on
+        self.num_samples = 0  # sequences trained on
 
     def facts(self) -> dict[str, Any]:
         """Returns the facts that a checkpoint keeps next to the tensors, as JSON can hold them."""
@@ -163,7 +164,7 @@ def check_data(was: dict[str, Any], now: dict[str, Any]) -> None:
         )
 
 
-_BLOCK = 2**16  # bytes that are read of a file at each of a number of places
+_BLOCK = 2**16  # bytes read of a file at each of several places
 _PLACES = 64
 
 

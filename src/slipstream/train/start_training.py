@@ -80,7 +80,7 @@ def start_training(config: Config) -> None:
 
 @contextmanager
 def _said_how_to_go_on(config: Config, model_config: Any) -> Iterator[None]:
-    """Says last, after Ctrl-C and after a failure, how to go on: from which checkpoint, if there is one."""
+    """Prints at the end, after Ctrl-C or a failure, how to go on, and from which checkpoint if there is one."""
     folder = config.folder
     try:
         yield
@@ -160,7 +160,7 @@ def launch_with_restarts(
         except RankFailedError as error:
             after = _contents(folder.metrics)
             last = max((int(line.get("step", 0)) for line in read_lines(folder.metrics)), default=0)
-            step = None if after == before else last + 1  # None: it failed before the first step
+            step = None if after == before else last + 1  # None: a failure before the first step
             lost = [] if config.training.min_ranks is None else [used[rank] for rank in error.lost]
             restart += not lost
             if restart > max_restarts:

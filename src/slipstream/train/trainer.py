@@ -40,7 +40,7 @@ from slipstream.train.validation import Validator
 from slipstream.units import numbers_text, plural
 from slipstream.watchdog import watchdog_paused
 
-_RECENT = 20  # steps, of which the median is said
+_RECENT = 20  # steps in the reported median
 _COMPILES = "the first search of an installation compiles its code, for half a minute or more"
 
 
@@ -111,7 +111,8 @@ class Trainer:
         # 2. The steps, each with its validation, checkpoint and export where they are due.
         failures_noted = self._checkpoints.failures_noted(self._parts)
         with run.progress.training(self._num_steps, state.step) as show, failures_noted:
-            if state.step and self._validator.is_due(state.step, self._num_steps):  # the run was asked to stop before
+            # An earlier start was asked to stop before it did what was due after its last step.
+            if state.step and self._validator.is_due(state.step, self._num_steps):
                 self._do_what_is_due(state.step)
             for step in self._steps_left():
                 was_tuning = self._is_tuning
@@ -149,7 +150,7 @@ class Trainer:
             )
 
     def _say_what_changed(self, facts: Mapping[str, Any]) -> None:
-        """Says as which mesh the run goes on, where that is another one, and how long its steps will take."""
+        """Reports the mesh on which the run goes on, if it is another one, and how long its steps will take."""
         run = self._run
         config = self._run.config
         pipe = self._pipe

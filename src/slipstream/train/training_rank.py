@@ -42,7 +42,8 @@ from slipstream.train.trainer import Trainer
 from slipstream.units import plural
 from slipstream.watchdog import watchdog_paused
 
-_log = logging.getLogger("slipstream.train.training_rank")  # a launched rank runs this module as __main__
+# A launched rank runs this module as __main__, so __name__ won't do.
+_log = logging.getLogger("slipstream.train.training_rank")
 
 # NFS may show a folder as it was for as long as this (acdirmax).
 _SECONDS_TO_APPEAR = 60.0
@@ -85,7 +86,8 @@ def join_run(config: Config) -> None:
             launch.watched_run(ranks.store, place.rank, config.num_processes, limit, ranks.address),
         ):
             _join(config, ranks, stop)
-    except torch.OutOfMemoryError as error:  # no launcher of ours adds this
+    # No launcher of ours adds this advice.
+    except torch.OutOfMemoryError as error:
         error.args = (". ".join([str(error), *less_memory(str(error), config)]),)
         raise
 
@@ -98,7 +100,8 @@ def _join(config: Config, ranks: launch.ConnectedRanks, stop: launch.StopRequest
     lock = FolderLock(config.training.output, progress.warn)
     try:
         try:
-            with watchdog_paused("preparing the run"):  # rank 0 reads and tokenises the text while the others wait
+            # Rank 0 reads and tokenises the text while the others wait.
+            with watchdog_paused("preparing the run"):
                 is_finished = _prepare(config, ranks, lock, progress)
         except SlipstreamError:
             dist.destroy_process_group()
@@ -196,7 +199,8 @@ def _prepare(config: Config, ranks: launch.ConnectedRanks, lock: FolderLock, pro
         progress.say("; ".join(filter(None, about)))
         inputs = preflight(config, progress)
         progress.say(describe_run(config))
-        run_id = uuid.uuid4().hex  # a folder that an earlier run left on one node's own disk has another one
+        # A folder that an earlier run left on one node's own disk has another id.
+        run_id = uuid.uuid4().hex
         if not inputs.is_finished:
             lock.take()
             inputs.write()
@@ -241,7 +245,8 @@ def _init_process_group(config: Config, **connection: Any) -> torch.device:
 
 def _train(config: Config, device: torch.device, stop: launch.StopRequest) -> None:
     go_on_in(config.folder.log)
-    disable_progress_bar()  # transformers' bars would write over ours
+    # transformers' bars would write over ours.
+    disable_progress_bar()
     if config.model.trust_remote_code:
         trust_remote_code(str(config.model.path))
     rank = dist.get_rank()

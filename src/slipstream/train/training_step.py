@@ -126,6 +126,7 @@ class Evaluator:
     def _plan(self, batch: TokenBatch, slice_len: int) -> StepPlan:
         rows = len(batch.input_ids)
         tokens = sum(map(len, batch.input_ids))
-        groups = rows if batch.sequence_values is None else rows // 2  # a plan takes the answers of a pair as one
+        # A plan takes the two answers of a pair as one row.
+        groups = rows if batch.sequence_values is None else rows // 2
         slices = slice_lengths(-(-tokens // slice_len), tokens)
         return StepPlan((tuple(range(groups)),), (tuple(slices),), gpipe(1, 1, len(slices)))

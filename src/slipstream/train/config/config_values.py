@@ -38,7 +38,8 @@ _PATHS: dict[str, tuple[str, ...]] = {
     "model": ("path",),
     "lora": ("path",),
     "data": ("files", "dataset", "validation", "tokenizer", "chat_template"),
-    "training": ("output",),  # absolute, for a run to be found from any working folder
+    # The path is absolute, so that the run can be found from any working folder.
+    "training": ("output",),
 }
 
 

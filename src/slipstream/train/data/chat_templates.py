@@ -23,7 +23,7 @@ class NamedTemplate(NamedTuple):
 
     text: str
     tokens: tuple[str, ...] = ()  # special tokens of the template
-    end: str | None = None  # the end of a turn; None: the tokenizer's end of text
+    end: str | None = None  # end of a turn; None: the tokenizer's end of text
 
 
 _NO_TOOLS = (

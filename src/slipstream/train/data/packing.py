@@ -101,7 +101,7 @@ def best_fit(lengths: Array, room: int) -> list[list[int]]:
     """Returns the samples of each sequence: the longest first, each to the sequence that has the least room for it
     (best-fit decreasing)."""
     contents: list[list[int]] = []
-    sizes: list[int] = []  # rooms that some sequence has left, ascending
+    sizes: list[int] = []  # sizes of the room left in some sequence, ascending
     with_room: dict[int, list[int]] = {}  # the sequences with each of these rooms
     for sample in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[sample])
@@ -123,7 +123,8 @@ def best_fit(lengths: Array, room: int) -> list[list[int]]:
     return contents
 
 
-_FEWEST = 2  # tokens of a sequence, so that one is predicted
+# A sequence of this many tokens has one to predict.
+_FEWEST = 2
 
 
 class WholeDocuments(TextSequences):

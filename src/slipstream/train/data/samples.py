@@ -21,11 +21,13 @@ from slipstream.train.data.tokenised_text import Array, DocumentWriter, Tokenise
 from slipstream.units import plural
 
 Sample = tuple[list[int], list[int]]  # tokens and labels
-_NULL, _EMPTY, _EQUAL = "without content (null)", "empty", "with equal answers"
+_NULL = "without content (null)"
+_EMPTY = "empty"
+_EQUAL = "with equal answers"
 _NOTHING, _FULL = "in which no token counts", "with no room for an answer after the prompt"
 
 
-_OF_SEAM = 12  # characters of a prompt's end, and of its completion's beginning, that are shown
+_OF_SEAM = 12  # characters shown of a prompt's end, and of its completion's beginning
 
 
 class UnusableRowError(Exception):
@@ -565,7 +567,7 @@ def _report(
         )
 
 
-_MOST = 240  # tokens in a row that count, or don't, of which all are shown
+_MOST = 240  # tokens shown of a run that counts, or doesn't
 
 
 def show_example(text: TokenisedText, tokenizer: Any, progress: Progress) -> None:

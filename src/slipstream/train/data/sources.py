@@ -13,10 +13,10 @@ from slipstream.errors import SlipstreamError, check_not_misspelt, path_hint
 from slipstream.foreign_text import parse_json
 from slipstream.train.config import SourceSection
 
-_READ_FOR_TEXT = 65536  # bytes; a file that begins with so many blank ones is read whole
-_DIGESTED = 2**20  # bytes at the beginning of a file, and at its end
+_READ_FOR_TEXT = 65536  # bytes; after as many blank ones, the whole file is read
+_DIGESTED = 2**20  # bytes digested at the beginning of a file, and at its end
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")  # byte order marks
-_SHOWN = 80  # bytes of a line that can't be read
+_SHOWN = 80  # bytes shown of an unreadable line
 _BUILDERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
@@ -101,8 +101,10 @@ def read_rows(config: SourceSection, streaming: bool = False) -> Any:
     from datasets import load_dataset
     from datasets.utils.logging import CRITICAL, disable_progress_bar, set_verbosity
 
-    disable_progress_bar()  # its bars and ours would overwrite each other
-    set_verbosity(CRITICAL)  # an error of ours says it better
+    # Its bars and ours would overwrite each other.
+    disable_progress_bar()
+    # Our own errors say it better.
+    set_verbosity(CRITICAL)
     files = row_files(config)
     _check_files(config, files)
     options: dict[str, Any] = {"streaming": True} if streaming else {}
@@ -124,7 +126,8 @@ def read_rows(config: SourceSection, streaming: bool = False) -> Any:
             options |= {"cache_dir": str(_cache_of(inside))} if inside and not streaming else {}
             rows = load_dataset(str(config.dataset), config.dataset_config, split=config.split, **options)
         return rows if config.max_samples is None else rows.take(config.max_samples)
-    except Exception as error:  # `datasets` raises many types; all mean that it can't be read
+    # `datasets` raises many types, all of which mean that the data can't be read.
+    except Exception as error:
         if where := find_bad_line(files):
             raise SlipstreamError(f"{config.option}={where}") from error
         if not files and not Path(str(config.dataset)).exists():
@@ -272,7 +275,8 @@ def _read_file(path: Path) -> str:
         data = path.read_bytes()
         if problem := _no_text(data):
             raise SlipstreamError(f"{path} {problem}")
-        return data.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")  # without a byte order mark
+        # A byte order mark is dropped.
+        return data.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
         raise SlipstreamError(
             f"{path} isn't UTF-8 text (byte {error.start}); convert it, or leave it out of data.files"

@@ -82,14 +82,15 @@ class RowStream:
     def _read(self, number: int) -> list[dict[str, Any]]:
         try:
             return [*with_given_keys(islice(self._iterator, number), self._rows.features)]
-        except Exception as error:  # `datasets` raises many types; all mean that it can't be read
+        # `datasets` raises many types, all of which mean that the data can't be read.
+        except Exception as error:
             where = f"after row {self._num_read:,}" if self._num_read else "from its beginning"
             if line := find_bad_line(row_files(self._source)):
                 raise SlipstreamError(f"{self._source.option}={line}") from error
             raise SlipstreamError(f"can't read {self._source.name} {where}: {error}") from error
 
 
-_MOST_EMPTY = 100  # blocks in a row without a sequence, before the run ends
+_MOST_EMPTY = 100  # blocks in a row without a sequence before the run ends
 Tokenise = Callable[[str, list[dict[str, Any]]], TokenisedText]
 
 

@@ -19,7 +19,7 @@ from slipstream.model import IGNORED
 from slipstream.units import plural
 
 Array = np.ndarray[Any, Any]
-_KEPT = 2**25  # bytes in memory, before they are written
+_KEPT = 2**25  # bytes in memory before they are written
 
 
 class ArrayWriter:
@@ -72,11 +72,11 @@ class TokenisedText:
 
     tokens: Array  # (N,) int32
     offsets: Array  # (D + 1,) int64
-    labels: Array | None = None  # (N,) int32, unshifted, -100 where a token doesn't count; None: all count
+    labels: Array | None = None  # (N,) int32, unshifted, -100 for ignored tokens; None: all count
     group_size: int = 1  # 2: a chosen answer, the rejected one, the next chosen one, ...
     # (D, ...) float64, the loss's further argument of each document; not saved
     values: Array | None = None
-    prompts_count: bool = False  # whether the loss takes prompts as well, whose labels don't count; not saved
+    prompts_count: bool = False  # True if the loss takes prompts too, whose labels don't count; not saved
     # Of answers, each followed by the prompt with another one: whether it is wanted, (D / 2,) bool.
     ratings: Array | None = None
 
@@ -220,7 +220,8 @@ def unigram_entropy(tokens: Array) -> float:
 END_OF_DOCUMENT = "<|endoftext|>"
 _FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 _FURTHER = ("merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*")
-_GROUP = 64  # documents that the tokenizer gets at a time, to show progress in between
+# The tokenizer gets this many documents at a time, to show progress in between.
+_GROUP = 64
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -251,7 +252,8 @@ def load_tokenizer(name: str, trusts_code: bool = False, instead: str = _ANOTHER
     if Path(name).is_dir() and not has_tokenizer(Path(name)):
         raise SlipstreamError(f"no tokenizer in {name!r}: the folder has no tokenizer.json. {instead}")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trusts_code)  # None would ask on the terminal
+        # None instead of True or False would ask on the terminal.
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trusts_code)
     except Exception as error:  # the backend raises errors of its own for a damaged file
         if "trust_remote_code" in str(error):
             raise SlipstreamError(
@@ -298,7 +300,7 @@ def check_known(text: TokenisedText, tokenizer: Any, name: str) -> None:
         )
 
 
-_DOCUMENTS = 100  # documents that are looked at
+_DOCUMENTS = 100  # documents looked at
 
 
 def find_double_begin(text: TokenisedText, tokenizer: Any) -> str:

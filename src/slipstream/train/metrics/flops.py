@@ -45,9 +45,9 @@ class RunFigures:
     tokens_per_step: int
     model_flops: float  # operations on whole sequences
     peak_flops: float  # per second, of one device
-    peak_source: str  # a data sheet, or which product was measured
-    ptdp_num_parameters: float  # eq. 2, of a GPT with as many layers, hidden sizes and tokens
-    ptdp_flops: float  # eq. 3 for it, without the recomputation that the equation assumes
+    peak_source: str  # a data sheet, or the measured product
+    ptdp_num_parameters: float  # eq. 2, for a GPT with the same number of layers, hidden size and tokens
+    ptdp_flops: float  # eq. 3 for that GPT, without the recomputation that the equation assumes
 
 
 @dataclass(frozen=True)
@@ -100,13 +100,14 @@ class FlopsMeter:
         self._batch_size = batch_size
         counted = self.count.counted(self.count.whole)
         self._whole = _Forward.of((part, None) for repetitions, part in counted for _ in range(repetitions))
-        self._products = sum(repetitions * part.step_products.per_token for repetitions, part in counted)  # of a token
+        # Products of a token.
+        self._products = sum(repetitions * part.step_products.per_token for repetitions, part in counted)
         self._counted: tuple[object, tuple[float, float, float]] = None, (0.0, 0.0, 1.0)  # the last recomputation
         text = config.get_text_config()
         layers = text.num_hidden_layers
         hidden = text.hidden_size
         weights = 12 * layers * hidden**2
-        forward = 2 * weights * (1 + seq_len / (6 * hidden)) + 2 * hidden * text.vocab_size  # of a token
+        forward = 2 * weights * (1 + seq_len / (6 * hidden)) + 2 * hidden * text.vocab_size  # FLOPs of a token
         # The figures hold for every step.
         self.run = RunFigures(
             num_parameters=self.count.num_parameters,
@@ -249,7 +250,7 @@ def _repeated(
 
 
 _SIZES = {"cpu": 1024, "cuda": 8192}  # rows of the square matrices
-_SECONDS, _AGAIN = 0.5, 0.05  # of measuring: the first time on some hardware, and later
+_SECONDS, _AGAIN = 0.5, 0.05  # seconds of measuring: the first time on some hardware, and later
 _MOST_PRODUCTS = 50
 
 
@@ -277,7 +278,8 @@ def find_peak(device: torch.device, dtype: torch.dtype, share: float = 1.0) -> D
 def peak_by_name(name: str, dtype: torch.dtype) -> DevicePeak | None:
     """Returns the peak that the descriptions give for a device, named as CUDA does; None where they have none."""
     if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
-        return None  # float32 products then run as TensorFloat-32 or bfloat16, which the descriptions don't have
+        # These products run as TensorFloat-32 or bfloat16, for which the descriptions have no float32 peak.
+        return None
     kind = str(dtype).removeprefix("torch.")
     for device in (cluster.device for cluster in clusters_named(name)):
         if kind in device.flops:
@@ -297,7 +299,8 @@ def measure_peak(device: torch.device, dtype: torch.dtype) -> DevicePeak:
     file = cache_folder() / "peaks.json"
     key = json.dumps([kind, *asdict(hardware).values()])
     kept = float(read_kept(file).get(key, 0.0))
-    generator = torch.Generator().manual_seed(0)  # training's own random numbers stay as they are
+    # A generator of its own leaves training's random numbers as they are.
+    generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(n, n, generator=generator).to(device, dtype) for _ in range(2))
     product = partial(torch.mm, a, b)
     product()  # the first one also pays for memory and for choosing a kernel

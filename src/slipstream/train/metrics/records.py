@@ -40,7 +40,8 @@ _PHASE = {
     Op.W: "weight_gradients",
     Op.R: "recomputation",
     Op.REDUCE_GRAD: "gradient_reduction",
-    Op.V: "forward",  # and a part of the backward
+    # V also has a part of the backward.
+    Op.V: "forward",
     Op.L: "forward",
     Op.VW: "weight_gradients",
     Op.E: "forward",
@@ -58,13 +59,13 @@ class Phases:
     """
 
     forward: float = 0.0
-    backward: float = 0.0  # weight gradients included, unless they are split off
+    backward: float = 0.0  # weight gradients included, unless split off
     weight_gradients: float = 0.0
     recomputation: float = 0.0
-    communication_wait: float = 0.0  # waits for messages that have been sent
+    communication_wait: float = 0.0  # waits for sent messages
     offload: float = 0.0  # waits for copies to or from host memory; copies during computation cost nothing
     gradient_reduction: float = 0.0
-    idle: float = 0.0  # waits for other ranks to compute (the bubble), and time between actions
+    idle: float = 0.0  # waits for other ranks' computation (the bubble), and time between actions
     optimizer: float = 0.0  # clipping and update
     data: float = 0.0  # preparation of the batch
 
@@ -96,7 +97,8 @@ def peak_memory() -> int:
     if torch.cuda.is_available() and (allocated := torch.cuda.max_memory_allocated()):
         return allocated
     status = Path("/proc/self/status")
-    if status.exists():  # Linux's getrusage would count the launcher's memory before this process began
+    # On Linux, getrusage would count the launcher's memory before this process began.
+    if status.exists():
         return int(status.read_text().split("VmHWM:")[1].split()[0]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
@@ -106,13 +108,13 @@ def peak_memory() -> int:
 class StartRecord:
     """A start of the run, or of its ranks again: after which step, when, on which machines, and with which versions."""
 
-    started_after: int  # 0 where the run begins
+    started_after: int  # 0 at the beginning of the run
     time: str  # ISO 8601, zone included
-    hosts: list[str]  # each rank's host
+    hosts: list[str]  # host of each rank
     device: str
     versions: dict[str, str]
     mesh: dict[str, int] | None = None  # the ranks of each axis
-    repeated_steps: int | None = None  # since the checkpoint that the run goes on from, which run again
+    repeated_steps: int | None = None  # steps since the checkpoint of the restart, to be run again
 
     @classmethod
     def now(
@@ -146,16 +148,16 @@ class StepRecord:
     tokens_per_second: float
     idle_fraction: float
     peak_memory: list[int]
-    figures: StepFigures | None = None  # the leading rank's; None where operations can't be counted
+    figures: StepFigures | None = None  # figures of the leading rank; None if operations can't be counted
     phases: Phases | None = None
     bytes_sent: dict[str, int] | None = None  # all ranks together, by axis of the mesh
-    trial: bool | None = None  # True where "auto" was still to plan
+    trial: bool | None = None  # True while "auto" was still to plan
     tokens: int | None = None  # the whole batch
     rank_phases: list[dict[str, float]] | None = None  # each rank's seconds of computing, without waits
     rewards: dict[str, float] | None = None  # chosen, rejected, margin, accuracy; means over pairs
     bad: dict[str, Any] | None = None  # why a step didn't update, its samples, and the remedy
-    stragglers: list[str] | None = None  # a line for each rank that has become slow
-    gpu_memory: list[GpuMemory | None] | None = None  # each rank's; None where none computes on a GPU
+    stragglers: list[str] | None = None  # a line per rank that has become slow
+    gpu_memory: list[GpuMemory | None] | None = None  # each rank's GPU memory; None if no rank computes on a GPU
 
     def texts(self) -> list[str]:
         """Returns the figures next to the bar, the most watched first: a narrow terminal has no room for the last."""
@@ -241,7 +243,7 @@ class MetricsFile:
         self._run = RunFolder(path.parent)
         # Lines that an earlier run still appends are not in a replaced file.
         self._file = self._replace(lines)
-        self._unwritten = b""  # lines for which the disk had no room
+        self._unwritten = b""  # lines without room on the disk
 
     def write(self, record: MetricsRecord) -> None:
         """Appends a line. Raises OSError where the disk is full or gone: the line then comes with the next one."""
@@ -283,12 +285,13 @@ class MetricsFile:
             if self._file.write(self._unwritten) < len(self._unwritten):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError:
-            self._file.truncate(end)  # half a line would spoil the next
+            # Half a line would spoil the next one.
+            self._file.truncate(end)
             raise
         self._unwritten = b""
 
 
-_FLUSH_SECONDS = 10  # soon enough to watch a run
+_FLUSH_SECONDS = 10  # seconds; short enough to watch a run
 _NEVER = 10**9  # seconds
 
 

@@ -73,13 +73,15 @@ class Reporter:
                     self._figures = FlopsMeter(pipe.config, length, rows, run.world.size, peak, pipe.trained_weights)
             except SlipstreamError as error:
                 run.progress.say(f"FLOPs are not shown: {error}")
-        self._trackers: list[Tracker] = []  # none on ranks other than the first
-        repeated, self._stood_since = 0, 0.0
+        self._trackers: list[Tracker] = []  # empty on all ranks but the first
+        repeated = 0
+        self._stood_since = 0.0
         self._stragglers, hosts = self._watch_for_stragglers()
         self._allocators = AllocatorWatch(run.world.gather(GpuMemory.now()), config.memory.recompute)
-        self.asked_to_stop = ""  # the signal that has asked any rank to stop
+        self.asked_to_stop = ""  # the signal that asked any rank to stop
         self._num_tokens = 0  # all steps together
-        self._seconds: dict[bool, list[float]] = {False: [], True: []}  # by whether "auto" was trying settings
+        # Seconds of steps; True: steps in which "auto" tried settings.
+        self._seconds: dict[bool, list[float]] = {False: [], True: []}
         if pipe.leads:
             settings = config.model_dump(mode="json")
             folder = run.folder
@@ -186,7 +188,7 @@ class Reporter:
         return lines
 
     def close(self) -> None:
-        """Says how long a whole training takes at the measured rate, and closes the trackers."""
+        """Reports how long a whole training takes at the measured rate, and closes the trackers."""
         seconds = self._seconds[False] or self._seconds[True]
         if self._figures is not None and seconds:
             tokens = self._run.config.tracking.tokens or self._num_tokens

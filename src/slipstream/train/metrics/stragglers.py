@@ -12,7 +12,7 @@ from slipstream.planner.joint.slowed_step import SlowedStep
 from slipstream.train.config import Config
 
 _FACTOR = 1.3  # times the peers' median
-_STEPS = 20  # steps of a median, and the medians in a row that have to be high
+_STEPS = 20  # steps in a median, and high medians in a row
 # A step has to be slower by these seconds: below them the noise of a clock and a scheduler counts.
 _LEAST_SECONDS = 0.005
 
@@ -38,7 +38,7 @@ class Stragglers:
         self._peers = peers
         self._hosts = hosts
         self._last = [deque[dict[str, float]](maxlen=_STEPS) for _ in peers]
-        self._usual: list[float] = []  # each rank's own seconds, once known
+        self._usual: list[float] = []  # each rank's own usual seconds, once known
         self._in_a_row = [0] * len(peers)
 
     def add(self, step: int, phases: Sequence[dict[str, float]]) -> list[Straggler]:
@@ -99,7 +99,8 @@ def cut_advice(config: Config, plan: JointPlan | None, rank: int, place: int, sl
     slowed = SlowedStep(units, plan.schedule, {place: slowness})
     seconds = slowed.seconds(plan.partition)
     (cut, best) = slowed.best_cut(plan.partition)
-    if config.parallel.data > 1:  # the other replicas wait for the slow one, but lose by the cut
+    # The other replicas wait for the slow one, but lose by the cut.
+    if config.parallel.data > 1:
         best = max(best, SlowedStep(units, plan.schedule, {}).seconds(cut))
     slow = f"rank {rank} computes {slowness:.2g} times as slowly"
     if best > (1 - _LEAST_GAIN) * seconds:

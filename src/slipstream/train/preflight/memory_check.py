@@ -106,7 +106,8 @@ def check_memory(config: Config, model_config: Any) -> None:
             total = each.numel() * (_TRAINED_BYTES / of_weights + _STATE_BYTES / of_state)
         else:
             total = each.nbytes / of_weights
-        return total / (1 if is_spread else parallel.tensor)  # Ranks don't cut experts that are spread.
+        # Tensor ranks don't cut experts that are spread.
+        return total / (1 if is_spread else parallel.tensor)
 
     least = sum(map(held, whole.parameters())) / num_ranks
     if least <= limit:
@@ -177,7 +178,8 @@ def _evaluate(config: Config, count: ModelCount, length: int, changes: dict[str,
         weights = [sequence_seconds(costs, length, layer) for layer in layers]
         plan = plan.closed(partition=tuple(balanced_layers(weights, plan.placement)))
     rows = plan.num_microbatches * plan.microbatch_size
-    batch, state = GlobalBatch(length, plan.data_parallel * rows), StateBytes.of(count.dtype)
+    batch = GlobalBatch(length, plan.data_parallel * rows)
+    state = StateBytes.of(count.dtype)
     return evaluate(plan, costs, batch, state, _ANY_HOST, held_beside(rows * length))
 
 

@@ -151,7 +151,10 @@ def _launched_hint(num_ranks: int, most: int) -> str:
 
 
 def _check_lora(config: Config, model_config: Any, progress: Progress) -> None:
-    """Says how much trains. Raises SlipstreamError where PEFT isn't installed, or no module can have the adapter."""
+    """Reports how many parameters train.
+
+    Raises SlipstreamError where PEFT isn't installed, or no module can have the adapter.
+    """
     if find_spec("peft") is None:
         raise SlipstreamError("lora needs PEFT, an extra: pip install 'slipstream[peft]'")
     assert config.lora is not None
@@ -183,7 +186,8 @@ def _check_saved_adapter(path: str, output: Path) -> None:
 
 
 def _check_frozen(patterns: Sequence[str], model_config: Any, progress: Progress) -> None:
-    """Says how much is trained. Raises SlipstreamError for a pattern of nothing, or where nothing is left to train."""
+    """Reports how many parameters are trained. Raises SlipstreamError for a pattern of nothing, or where nothing is
+    left to train."""
     whole = meta_model(model_config)
     freeze(whole, find_frozen(whole, patterns, "model.freeze"))
     progress.say(f"model.freeze: {trained_text(whole)}")

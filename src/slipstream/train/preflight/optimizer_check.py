@@ -12,8 +12,8 @@ from slipstream.train.config import Config
 from slipstream.train.optimizers import OptimizerTraits, check_arguments, check_schedule, try_optimizer
 from slipstream.train.recorded_plan import is_open
 
-_COUNTED = 2  # tensors of a parameter's size that memory.limit counts, as AdamW has them
-_STEPS = 1000  # stands for a number of epochs that isn't counted yet
+_COUNTED = 2  # tensors of a parameter's size counted by memory.limit, for AdamW
+_STEPS = 1000  # placeholder for a number of epochs that isn't counted yet
 
 
 def check_optimizer(config: Config, model_config: Any) -> None:

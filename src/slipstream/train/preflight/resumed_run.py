@@ -102,7 +102,8 @@ def find_saved(config: Config) -> SavedCheckpoint | None:
 def _as_ranks_load_it(config: Config, model_config: Any) -> Any:
     if config.model.pretrained:
         return model_config
-    with tempfile.TemporaryDirectory() as folder:  # saving and loading may change it
+    # Saving and loading may change the configuration.
+    with tempfile.TemporaryDirectory() as folder:
         model_config.save_pretrained(folder)
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
 

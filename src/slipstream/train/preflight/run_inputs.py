@@ -24,7 +24,7 @@ class RunInputs:
     config: Config
     model: ModelFiles
     text: PreparedText
-    is_finished: bool  # the run was resumed after its last step, and its model is there
+    is_finished: bool  # True for a run resumed after its last step, with its model there
     new_tokens: NewTokens | None = None
 
     def write(self) -> None:

@@ -210,7 +210,8 @@ def make_tokenizer(config: Config, files: ModelFiles, sources: Sequence[OpenSour
         more = special_tokens(config.data)
         tokenizer = data.train_tokenizer(chain([first], texts), vocab_size, progress, more)
         tokenizer = with_special_tokens(tokenizer, config.data)
-        model_config.eos_token_id = None  # those of another vocabulary
+        # The configuration's ids belong to another vocabulary.
+        model_config.eos_token_id = None
         model_config.bos_token_id = model_config.pad_token_id = None
     stop_at_end_of_text(config, files, tokenizer)
     if tokenizer.eos_token_id is None and (num_closed := sum(source.num_closed for source in sources)):
@@ -279,7 +280,9 @@ def check_sample(sample: SampleSection, tokenizer: Any, model_config: Any, progr
     tokens = tokenizer(sample.prompt, verbose=False)["input_ids"]
     if doubled := data.prompt_beginning_twice(sample.prompt, tokens, tokenizer):
         progress.warn(f"sample.prompt={doubled}; leave it out there")
-    limit, length, written = longest_sequence(model_config), len(tokens), sample.max_new_tokens
+    limit = longest_sequence(model_config)
+    length = len(tokens)
+    written = sample.max_new_tokens
     if limit is not None and length + written > limit:
         room = limit - length
         instead = f"--sample.max_new_tokens={room}" if room > 0 else "a shorter sample.prompt"
@@ -290,7 +293,7 @@ def check_sample(sample: SampleSection, tokenizer: Any, model_config: Any, progr
 
 
 def check_amount(config: Config, text: PreparedText, progress: Progress) -> None:
-    """Says where a step goes through the training text several times, and how much of its sequences is padding.
+    """Reports steps that go through the training text several times, and the share of padding in its sequences.
 
     Raises:
         SlipstreamError: if nothing is held out, where validation needs it.
