@@ -66,7 +66,7 @@ class ModelAnatomy:
     halves: tuple[LayerPart, ...] = ()  # the two halves of a layer; empty if not needed or not possible
     # True for RoBERTa's kind of positions, which count on from the padding's id and leave padding out.
     skips_padding: bool = False
-    attends_itself: bool = False  # whether layers attend by code of their own, not through AttentionInterface
+    attends_itself: bool = False  # True for layers with attention in their own code, not through AttentionInterface
     kept_whole: tuple[tuple[str, str], ...] = ()  # uncuttable layers, head or embedding of this model, with the reason
     separate_ends: frozenset[ModelEnd] = frozenset()  # ends that are stages of their own, without any layer
     # The key by which this process remembers what the toy has shown, so that none is made for what is known.

@@ -357,7 +357,7 @@ def shrink_other_parts(whole: PretrainedConfig, text: PretrainedConfig, text_wid
     done = [text, *layer_parts(text)]
     parts = [part for part in _parts(whole) if not any(part is finished for finished in done)]
     small = {text_width: width_of(text)}
-    by_part: dict[int, dict[int | None, int | None]] = {}  # by id of the part: old width -> new width
+    by_part: dict[int, dict[int | None, int | None]] = {}  # id of the part -> its old width -> the new one
     for part in parts:
         overrides = take_layer_overrides(part)
         before = width_of(part)

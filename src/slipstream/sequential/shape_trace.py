@@ -56,8 +56,8 @@ class LayerBoundary:
 
     specs: tuple[TensorSpec, ...]
     is_tuple: bool
-    changed: tuple[bool, ...]  # whether a later layer changes it in place
-    is_shared: tuple[bool, ...]  # whether CutTokens leaves it whole, the same for every slice
+    changed: tuple[bool, ...]  # True for tensors that a later layer changes in place
+    is_shared: tuple[bool, ...]  # True for tensors that CutTokens leaves whole, the same for every slice
 
 
 @dataclass(frozen=True, eq=False)

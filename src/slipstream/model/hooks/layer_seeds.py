@@ -89,7 +89,7 @@ def _note_output(index: int, _layer: nn.Module, _args: object, output: object) -
 class TensorParallelLayers(Protocol):
     """The ranks that share every layer of a stage; `parallel.TensorParallel` implements it."""
 
-    sequence: bool  # whether they also split the tokens between the parts of a layer
+    sequence: bool  # True for tokens that are split, too, between the parts of a layer
 
     @property
     def rank(self) -> int: ...
