@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from operator import attrgetter
 from typing import Any
@@ -315,8 +315,10 @@ MESH = (
 """The names of what a mesh decides."""
 NOTHING_DECIDED = Plan()
 """The plan of which all is open."""
-ONE_DEVICE = Plan(
-    **{name: field.plain for name, field in PLAN_FIELDS.items() if field.plain is not None},
+PLAIN = Plan(**{name: field.plain for name, field in PLAN_FIELDS.items() if field.plain is not None})
+"""The plan that saves no memory, and whose ranks share neither slices nor experts; all else is open."""
+ONE_DEVICE = replace(
+    PLAIN,
     tensor_parallel=1,
     pipeline_parallel=1,
     data_parallel=1,

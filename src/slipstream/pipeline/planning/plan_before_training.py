@@ -31,7 +31,7 @@ from slipstream.options import Parallelism
 from slipstream.parallel import Ranks, possible_exchanges
 from slipstream.pipeline.cut_batch import token_bytes
 from slipstream.pipeline.pipeline_options import ExpectedBatch, PipelineOptions
-from slipstream.planner import Plan
+from slipstream.planner import PLAIN, Plan
 from slipstream.planner.cuts import Cuts
 from slipstream.planner.find_plan import find_plan
 from slipstream.planner.joint import (
@@ -88,11 +88,11 @@ class StartRequest(ExpectedBatch):
 
     def closed(self, plan: Plan, costs: Costs) -> Plan:
         """Returns a plan of order, cut, slices and recomputation with the mesh that it was made for."""
-        mesh = Plan(
+        mesh = replace(
+            PLAIN,
             **costs.degrees.choices,
             data_parallel=self.replicas,
             microbatch_size=costs.microbatch_size,
-            offload=0.0,
             shard=self.parallel.shard,
         )
         return mesh.closed(
