@@ -3,6 +3,7 @@
     python -m benchmarks.random_exactness                      # an hour; writes results/random_exactness.json
     python -m benchmarks.random_exactness --cases 100 --seed 7 # so many, from this seed on; writes nothing
     python -m benchmarks.random_exactness --case 4711          # one of them, with what was drawn and its traceback
+    python -m benchmarks.random_exactness --context host --cases 200  # with keys and values on the host; writes nothing
     python -m benchmarks.random_exactness --meshes             # 200 with ranks that share slices or experts; writes
                                                                # results/random_meshes.json
 
@@ -38,6 +39,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.harness import setting, write
+from benchmarks.random_exactness import cuts
 from benchmarks.random_exactness.causal import CausalCase, changes
 from benchmarks.random_exactness.comparison import (
     BOUND,
@@ -82,9 +84,12 @@ def main() -> None:
     parser.add_argument("--case", help="run this one alone and print what was drawn")
     parser.add_argument("--workers", type=int, default=2, help="cases at a time")
     parser.add_argument("--meshes", action="store_true", help="cases on meshes with cp or ep alone")
+    parser.add_argument("--context", choices=["device", "host"], help="where all causal LMs keep keys and values")
     parser.add_argument("--kept", action="store_true", help="run the kept seeds alone")
     options = parser.parse_args()
     prepare()
+    if options.context:
+        cuts.ALWAYS["context"] = options.context
     if options.case is not None:
         seeds: Iterator[str] = iter([options.case])
     else:
@@ -94,7 +99,7 @@ def main() -> None:
     for row in run(seeds, options.workers):
         rows.append(row)
         show(row, len(rows), time.monotonic() - began)
-        if not (options.case or options.cases or options.kept):
+        if not (options.case or options.cases or options.kept or options.context):
             keep(rows, options, time.monotonic() - began)
     if options.case:
         print(json.dumps(rows[0]["axes"], indent=1), *rows[0].get("ranks", []), rows[0].get("traceback", ""), sep="\n")

@@ -222,7 +222,7 @@ class CausalCase:
             settings["seq_len"] = self.length
         if place.has_processes:
             settings["parallel"] = self._parallel()
-        settings["memory"] = cuts.memory(dice, is_causal=True)
+        settings["memory"] = cuts.memory(dice, is_causal=True) | cuts.ALWAYS
         if place.shares and (is_list or "microbatches" in settings or settings.get("num_microbatches", 1) % 2):
             settings["memory"].pop("num_flushes", None)
         is_whole = self.kind == "plain" and settings.get("slices", 8) == 1 and "microbatches" not in settings

@@ -140,6 +140,10 @@ def rows_and_tokens(dice: Dice, rows: int, length: int, is_cut: bool = True) -> 
     return found
 
 
+ALWAYS: dict[str, Any] = {}
+"""Settings of memory that every causal LM has, besides those that are drawn."""
+
+
 def memory(dice: Dice, is_causal: bool) -> dict[str, Any]:
     """Returns what is recomputed and offloaded, and a limit that is never reached."""
     kinds = ["none", "selective", "full", "stage", "stage+full", dice.randint(1, 3)] + (

@@ -89,6 +89,10 @@ class Memory(Record):
     offload: float = Field(default=0.0, ge=0, le=1)
     """The share of each rank's slices, those that wait longest, whose activations are in host memory between forward
     and backward: pinned memory with a GPU, else a file. Keys and values stay."""
+    context: Literal["device", "host"] = "device"
+    """Where the keys and values of a microbatch's slices lie, with their gradients: on the `device`, or on the `host`,
+    pinned memory with a GPU, else files. A slice then attends to those of one earlier slice after the other, and the
+    next one's are on their way meanwhile."""
     limit: PositiveFloat | None = None
     """Bytes that each rank may hold, such as 12e9: parameters, gradients, AdamW's state, messages, activations, keys
     and values. They are measured before the first step on a batch of a new shape; a schedule that holds more is

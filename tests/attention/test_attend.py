@@ -26,6 +26,7 @@ from slipstream.attention import masks as key_ranges
 from slipstream.attention.backend import QueryState
 from slipstream.attention.fused_cuda import PartlyFusedCUDA
 from slipstream.attention.kernel_passes import KeyGradients
+from slipstream.attention.key_blocks import FileMemory
 from slipstream.attention.masked_math import MaskedMath
 from slipstream.attention.masks import RegularMask
 from slipstream.errors import SlipstreamError
@@ -105,6 +106,15 @@ class TestExact:
             only_masked_math(patch)
             case = make_case(**case, softcap=softcap)
             assert distance(case.sliced(), case.reference()) < 1e-12
+
+    @examples(150)
+    @given(cases(), st.none() | st.floats(0.5, 20.0))
+    def test_blocks_on_the_host_equal_plain_attention(self, case: dict[str, Any], softcap: float | None) -> None:
+        """By the kernel's parts, or with a soft cap by formulas: block after block, each with its sums."""
+        case = make_case(**case, **({} if softcap is None else {"softcap": softcap}))
+        store = ContextStore(case.query.shape[2], FileMemory())
+        assert distance(case.sliced(store), case.reference()) < 1e-12
+        assert store.host_bytes == 0
 
 
 class PlainKernel:
@@ -293,7 +303,7 @@ def test_no_prefix_is_copied(first_key: Tensor, key_heads: int) -> None:
     assert forward.bytes <= 2 * one_slice  # the prefix has 128 slices
     grad = torch.ones_like(output)
     with torch.no_grad():
-        store.context(0, keys[2])  # allocates the gradient buffers, once for the microbatch
+        store.key_gradients(0, keys[2], keys[2])  # allocates the gradient buffers, once for the microbatch
     with LargestStorage([*context.buffers, first_key]) as backward:
         output.backward(grad)
     assert backward.bytes <= 2 * one_slice + flash_cpu.ROWS_AT_ONCE * 16 * 4

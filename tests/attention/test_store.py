@@ -39,7 +39,8 @@ def test_gradient_buffers_are_float32_or_wider() -> None:
     for dtype, wide in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
         store = ContextStore(4)
         attend(*inputs(0, 4, dtype), AttentionSite(store, 0, KeyRanges.causal(0, 4), scale=1.0))
-        assert [t.dtype for t in store.context(0, KeyRanges.causal(0, 4))] == [dtype, dtype, wide, wide]
+        (block,) = store.key_gradients(0, KeyRanges.causal(0, 4), KeyRanges.causal(0, 4))
+        assert [t.dtype for t in (block.key, block.value, *block.sums)] == [dtype, dtype, wide, wide]
 
 
 def test_it_remembers_calls_and_reads() -> None:

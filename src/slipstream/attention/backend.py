@@ -1,7 +1,7 @@
 """The computation of attention: the protocol of a backend, its inputs and buffers, and the walk over a slice's tiles.
 
 A backend computes the attention of a whole slice, or of one tile at a time: its T queries and its S keys,
-[tile.first, tile.end). With P = exp(scale * Q K^T - lse), the log-sum-exp taken over *all* keys of a query, the
+[tile.first, tile.keys_end). With P = exp(scale * Q K^T - lse), the log-sum-exp taken over *all* keys of a query, the
 gradients of any rectangle of the scores don't depend on the others (Dao 2022, FlashAttention, appendix B.2):
 
     dV = P^T dO,   dS = P * (dO V^T - rowsum(dO * O)),   dQ = scale * dS K,   dK = scale * dS^T Q
@@ -158,6 +158,10 @@ class TiledBackend(AttentionBackend, Protocol):
         wide = torch.promote_types(query.dtype, torch.float32)
         output = _empty(query, value.shape[-1], wide)
         logsumexp = query.new_empty(query.shape[:-1], dtype=wide)
+        if not self.site.ranges.has_own:
+            # A query may see none of the keys, and tiles are merged into what is there.
+            output.zero_()
+            logsumexp.fill_(torch.finfo(wide).min)
         for tile, rows, seen in self._tiles():
             self.forward(query[rows], key[seen], value[seen], output[rows], logsumexp[rows], tile)
         return output, logsumexp
@@ -177,7 +181,7 @@ class TiledBackend(AttentionBackend, Protocol):
         ranges = self.site.ranges
         for tile in ranges.tiles:
             queries = slice(tile.start - ranges.start, tile.end - ranges.start)
-            keys = slice(tile.first - ranges.first, tile.end - ranges.first)
+            keys = slice(tile.first - ranges.first, tile.keys_end - ranges.first)
             yield tile, (tile.rows, slice(None), queries), (tile.rows, slice(None), keys)
 
 

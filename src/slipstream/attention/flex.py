@@ -116,9 +116,9 @@ def _capped(cap: float) -> Any:
 @lru_cache(maxsize=64)
 def _block_mask(ranges: KeyRanges, device: torch.device) -> BlockMask:
     """Returns which blocks of a slice's scores are seen, in part or whole; keys count from the first that is seen."""
-    length, num_keys = ranges.end - ranges.start, ranges.end - ranges.first
+    length, num_keys = ranges.end - ranges.start, ranges.keys_end - ranges.first
     first_key = ranges.first_key - ranges.first  # (rows, T)
-    past = num_keys - length
+    past = ranges.start - ranges.first
     # a kernel is compiled for every number that this function knows, so it knows tensors alone
     first_keys = first_key.to(device)
     last_key = torch.tensor(past, device=device)

@@ -86,10 +86,10 @@ class FlashKernel:
             "max_q": query.shape[2],
             "max_k": key.shape[2],
             "dropout_p": 0.0,
-            "is_causal": True,
+            "is_causal": mask.has_own,
             "scale": scale,
             "window_size_left": None if mask.window is None else mask.window - 1,
-            "window_size_right": 0,
+            "window_size_right": 0 if mask.has_own else None,
         }
 
 
@@ -100,6 +100,8 @@ class CudnnKernel:
         self, query: Tensor, key: Tensor, value: Tensor, mask: RegularMask, scale: float
     ) -> tuple[Tensor, Tensor]:
         """See `FusedKernel`."""
+        if not mask.has_own:
+            return self._part(query, key, value, False, scale)
         output, logsumexp = self._part(query, key[:, :, mask.past :], value[:, :, mask.past :], True, scale)
         if not mask.past:
             return output, logsumexp
@@ -110,6 +112,9 @@ class CudnnKernel:
         self, queries: QueryState, key: Tensor, value: Tensor, mask: RegularMask, scale: float
     ) -> tuple[Tensor, list[KeyGradients]]:
         """See `FusedKernel`."""
+        if not mask.has_own:
+            grad_query, gradients = self._part_backward(queries, key, value, slice(0, None), False, scale)
+            return grad_query, [gradients]
         grad_query, slice_gradients = self._part_backward(queries, key, value, slice(mask.past, None), True, scale)
         if not mask.past:
             return grad_query, [slice_gradients]
@@ -209,7 +214,13 @@ class Flash3Kernel:
 
     def _settings(self, mask: RegularMask, scale: float) -> dict[str, Any]:
         left = -1 if mask.window is None else mask.window - 1
-        return {"softmax_scale": scale, "is_causal": True, "window_size_left": left, "window_size_right": 0}
+        right = 0 if mask.has_own else -1
+        return {
+            "softmax_scale": scale,
+            "is_causal": mask.has_own,
+            "window_size_left": left,
+            "window_size_right": right,
+        }
 
 
 class Flash4Kernel:
@@ -237,7 +248,7 @@ class Flash4Kernel:
 
     def _settings(self, mask: RegularMask, scale: float) -> dict[str, Any]:
         window = {} if mask.window is None else {"window_size_left": mask.window - 1, "window_size_right": 0}
-        return {"softmax_scale": scale, "causal": True, **window}
+        return {"softmax_scale": scale, "causal": mask.has_own, **window}
 
 
 class _Package(NamedTuple):

@@ -35,7 +35,8 @@ class MaskedMath(TiledBackend):
         generator = self._generator(query.device, tile)
         for block, seen in self._blocks(query, key, tile):
             scores = self._scores(query[:, :, block], key, seen)  # (B,H,t,S)
-            lse[:, :, block] = scores.logsumexp(-1)  # (B,H,t)
+            # A query that has selected none of these keys gets a finite number, so that other keys can be merged.
+            lse[:, :, block] = scores.logsumexp(-1).clamp_(min=torch.finfo(lse.dtype).min)  # (B,H,t)
             probs = scores.sub_(lse[:, :, block, None]).exp_()
             out[:, :, block] = _times(self._dropped(probs, generator), value)
 
@@ -79,7 +80,7 @@ class MaskedMath(TiledBackend):
         keys = selected[tile.rows, first + block.start : first + block.stop].long()  # (B,t,k)
         length = max(tile.end, self.site.store.length)
         mask = torch.zeros(*keys.shape[:2], length, dtype=torch.bool, device=keys.device).scatter_(2, keys, True)
-        return mask[:, None, :, tile.first : tile.end]
+        return mask[:, None, :, tile.first : tile.keys_end]
 
     def _generator(self, device: torch.device, tile: ScoreTile) -> torch.Generator | None:
         if self.site.dropout == 0.0:

@@ -42,14 +42,16 @@ class RegularMask(NamedTuple):
     first: int  # first key visible to any query
     past: int  # number of keys from `first` on before the first query
     window: int | None = None  # number of keys visible to a query, its own included
+    has_own: bool = True  # whether the queries' own keys follow the past ones
 
 
 @dataclass(frozen=True, eq=False)
 class ScoreTile:
-    """Queries [start, end) of some batch rows, which together read the keys [first, end).
+    """Queries [start, end) of some batch rows, which together read the keys [first, keys_end).
 
     Without `first_keys` each query sees the keys from `first` up to itself, so no mask is needed. With `first_keys`
-    query start+t sees the keys from first_keys[t] up to itself.
+    query start+t sees the keys from first_keys[t] up to itself. Keys that end before the queries begin (`keys_end` <=
+    `start`) are seen to their last.
     """
 
     index: int  # within the KeyRanges; part of dropout's seed
@@ -57,12 +59,13 @@ class ScoreTile:
     start: int
     end: int
     first: int
+    keys_end: int
     first_keys: Tensor | None = None  # (end - start,)
 
     @property
     def past(self) -> int:
         """The number of the tile's keys that come before its first query."""
-        return self.start - self.first
+        return min(self.start, self.keys_end) - self.first
 
     @cached_property
     def parts(self) -> tuple[ScoreRectangle, ...]:
@@ -84,26 +87,27 @@ class ScoreTile:
         last = 0 if self.first_keys is None else int(self.first_keys.max()) + 1 - self.first
         if last > past:
             return (ScoreRectangle(queries, slice(0, past + num_queries), diagonal=True, masked=True),)
+        own = _triangle(0, num_queries, past) if self.keys_end > self.start else ()
         moving = [ScoreRectangle(queries, slice(0, last), masked=True)] if last else []
         whole = [ScoreRectangle(queries, slice(last, past))] if last < past else []
-        return (*_triangle(0, num_queries, past), *whole, *moving)
+        return (*own, *whole, *moving)
 
     @cached_property
     def window(self) -> int | None:
         """The number of keys that every query sees, if it is the same for all: a sliding window."""
-        if self.first_keys is None or not bool((self.first_keys.diff() == 1).all()):
+        if self.first_keys is None or self.keys_end <= self.start or not bool((self.first_keys.diff() == 1).all()):
             return None
         return self.past + 1
 
     @property
     def irregular(self) -> bool:
-        """Whether the tile is neither causal nor a sliding window, but has several documents or both."""
+        """Whether the tile is neither causal nor a sliding window, but has several documents, or a window's edge."""
         return self.first_keys is not None and self.window is None
 
     @property
     def regular(self) -> RegularMask:
         """The mask of a tile that isn't irregular."""
-        return RegularMask(self.first, self.past, self.window)
+        return RegularMask(self.first, self.past, self.window, has_own=self.keys_end > self.start)
 
     def mask(self, part: ScoreRectangle, device: torch.device) -> Tensor:
         """Returns whether a query of a rectangle sees a key of it, (queries, keys)."""
@@ -153,12 +157,14 @@ class KeyRanges:
     Args:
         first_key: (rows, length) int64; rows is 1 (all batch rows alike) or the batch size.
         start: the position of the slice's first query.
+        keys_end: the end of the keys, at most `start`: of earlier keys alone, of which some queries may see none. None:
+            each query's own key is the last that it sees.
 
     Raises:
         SlipstreamError: where a first key is negative or comes after its own query.
     """
 
-    def __init__(self, first_key: Tensor, start: int) -> None:
+    def __init__(self, first_key: Tensor, start: int, keys_end: int | None = None) -> None:
         if first_key.ndim != 2 or first_key.numel() == 0 or first_key.dtype != torch.int64:
             raise SlipstreamError(
                 f"first_key has shape {tuple(first_key.shape)} and dtype {first_key.dtype}; give the "
@@ -168,12 +174,15 @@ class KeyRanges:
             raise SlipstreamError(f"a slice starts at {start}; positions begin at 0")
         self.start = start
         self.end = start + first_key.shape[1]
+        self.keys_end = self.end if keys_end is None else keys_end
+        self.has_own = self.keys_end > start  # whether the keys include the queries' own
         first_key = first_key.cpu()
         self.first_key = first_key[:1] if bool((first_key == first_key[:1]).all()) else first_key
         self._check()
         self.first = int(first_key.min())
         self.tiles = tuple(self._tiles())
         self._parts: dict[tuple[int, int], KeyRanges] = {}
+        self._over: dict[tuple[int, int], KeyRanges] = {}
 
     @classmethod
     @lru_cache(maxsize=256)
@@ -192,13 +201,31 @@ class KeyRanges:
             self._parts[begin, end] = KeyRanges(self.first_key[:, begin:end], self.start + begin)
         return self._parts[begin, end]
 
+    def over(self, begin: int, end: int) -> KeyRanges | None:
+        """Returns which of the keys [begin, end) each query sees; None where no query sees any.
+
+        Args:
+            begin: the first of the keys.
+            end: the end of the keys: at most the first query's position, or that of the last query's own key.
+        """
+        if self.first >= end:
+            return None
+        if (begin, end) not in self._over:
+            keys_end = None if end == self.end else end
+            first_key = self.first_key.clamp(min=begin)
+            if bool((first_key == begin).all()):
+                # There is one of these for each pair of slices, which so takes the memory of a number.
+                first_key = torch.tensor([[begin]]).expand(1, self.end - self.start)
+            self._over[begin, end] = KeyRanges(first_key, self.start, keys_end)
+        return self._over[begin, end]
+
     def own(self, each: Tensor) -> Tensor:
         """Returns the slice's part of a buffer of the whole sequence, (B, heads, L, D)."""
         return each.narrow(2, self.start, self.end - self.start)
 
     def seen(self, each: Tensor) -> Tensor:
         """Returns the part of such a buffer that any query sees."""
-        return each.narrow(2, self.first, self.end - self.first)
+        return each.narrow(2, self.first, self.keys_end - self.first)
 
     @cached_property
     def irregular(self) -> bool:
@@ -211,15 +238,25 @@ class KeyRanges:
         if self.num_rows > 1:
             return None
         (first_key,) = self.first_key
-        past = self.start - self.first
+        past = min(self.start, self.keys_end) - self.first
         if int(first_key.max()) == self.first:
-            return RegularMask(self.first, past)
+            return RegularMask(self.first, past, has_own=self.has_own)
+        if not self.has_own:
+            return None
         window = self.end - int(first_key[-1])
         is_window = bool((first_key == (torch.arange(self.start, self.end) + 1 - window).clamp(min=0)).all())
         return RegularMask(self.first, past, window) if is_window else None
 
     def __repr__(self) -> str:
         return f"KeyRanges([{self.start}, {self.end}), first={self.first}, {len(self.tiles)} tiles)"
+
+    def _cuts_of(self, first_key: Tensor) -> Iterator[tuple[int, int]]:
+        """Cuts one row's queries, without those that see none of the keys."""
+        if self.keys_end == self.end:
+            yield from _cuts(first_key)
+            return
+        for begin, end in _runs(first_key < self.keys_end):
+            yield from ((begin + start, begin + stop) for start, stop in _cuts(first_key[begin:end]))
 
     def _check(self) -> None:
         positions = torch.arange(self.start, self.end)
@@ -235,12 +272,19 @@ class KeyRanges:
         index = 0
         for row, first_key in enumerate(self.first_key):
             rows = slice(None) if self.num_rows == 1 else slice(row, row + 1)
-            for begin, end in _cuts(first_key):
+            for begin, end in self._cuts_of(first_key):
                 first_keys = first_key[begin:end]
                 first = int(first_keys.min())
                 moves = None if bool((first_keys == first).all()) else first_keys
-                yield ScoreTile(index, rows, self.start + begin, self.start + end, first, moves)
+                start, stop = self.start + begin, self.start + end
+                yield ScoreTile(index, rows, start, stop, first, min(stop, self.keys_end), moves)
                 index += 1
+
+
+def _runs(flags: Tensor) -> Iterator[tuple[int, int]]:
+    """Yields where flags are set: the begin and end of each run."""
+    edges = torch.nn.functional.pad(flags.to(torch.int8), (1, 1)).diff().nonzero().flatten().tolist()
+    yield from zip(edges[::2], edges[1::2], strict=True)
 
 
 def _cuts(first_key: Tensor) -> Iterator[tuple[int, int]]:

@@ -6,7 +6,7 @@ code may keep any part of them for its backward.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from math import ceil
 from typing import Any
@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.attention.backend import AttentionBackend, AttentionSite, QueryState, TileGradients
-from slipstream.attention.flash_cpu import FlashCPU
+from slipstream.attention.flash_cpu import FlashCPU, merge_
 from slipstream.attention.flex import FlexCUDA
 from slipstream.attention.fused_cuda import FusedCUDA, PartlyFusedCUDA
+from slipstream.attention.key_blocks import KeyBlock
 from slipstream.attention.masked_math import MaskedMath
 from slipstream.attention.masks import KeyRanges
 from slipstream.attention.store import AttentionResult, ContextStore
@@ -113,9 +114,9 @@ class _SliceAttention(torch.autograd.Function):
     ) -> Tensor:
         if site.exchange is not None and not site.store.can_replay(site.call):
             key, value = site.exchange.gather_keys(key, value)
-        keys, values = site.store.write(site.call, key, value, site.ranges)  # (B,Hkv,L,D)
-        computing = backend(_selecting(site.here, selected))
-        output, logsumexp = site.store.attend(lambda: _attend(query, keys, values, sinks, computing))
+        here = _selecting(site.here, selected)
+        blocks = site.store.write_keys(site.call, key, value, site.ranges, here.ranges)
+        output, logsumexp = site.store.attend(lambda: _attend(query, blocks, sinks, backend, here))
         ctx.save_for_backward(query, output, logsumexp, sinks, selected)
         ctx.site, ctx.backend = site, backend
         return output
@@ -125,23 +126,29 @@ class _SliceAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         query, output, logsumexp, sinks, selected = ctx.saved_tensors
         site: AttentionSite = ctx.site
-        here, exchange = site.here, site.exchange
-        keys, values, grad_keys, grad_values = site.store.context(site.call, site.ranges)
+        here, exchange = _selecting(site.here, selected), site.exchange
         # The gradient gets other tensors' layout here, once, and not for every rectangle.
         if not grad_output.transpose(1, 2).is_contiguous():
             grad_output = grad_output.transpose(1, 2).contiguous().transpose(1, 2)
         queries = QueryState(query, output, logsumexp, grad_output)
-        keys, values, *totals = map(here.ranges.seen, (keys, values, grad_keys, grad_values))
         with _without_autocast(query):
-            # none of the query's gradient yet, in whose place the query stands
-            buffers = TileGradients(query, *totals)
-            grad_query, *finals = ctx.backend(_selecting(here, selected)).differentiate(queries, keys, values, buffers)
+            grad_query: Tensor | None = None
+            finals = list[Tensor]()
+            for block in site.store.key_gradients(site.call, site.ranges, here.ranges):
+                # none of the query's gradient yet, in whose place the query stands
+                buffers = TileGradients(query, *block.sums)
+                computing = ctx.backend(here._replace(ranges=block.ranges))
+                share, *made = computing.differentiate(queries, block.key, block.value, buffers)
+                if made:  # of the slice's own keys
+                    finals = made
+                # Each block's share is rounded to the query's dtype, their sum is not.
+                grad_query = share if grad_query is None else share.to(logsumexp.dtype).add_(grad_query)
+            assert grad_query is not None, "the first block has the queries' own keys"
             grad_sinks = None if sinks is None else _sink_gradient(queries, sinks)
+        sums = site.store.finish(site.call, site.ranges)
         if not finals:
-            finals = [site.ranges.own(total) for total in (grad_keys, grad_values)]
-            finals = [_copy(sums, query.dtype) for sums in (exchange.reduce_scatter(*finals) if exchange else finals)]
-        site.store.finish(site.call, site.ranges)
-        return grad_query, *finals, grad_sinks, None, None, None
+            finals = [_copy(total, query.dtype) for total in (exchange.reduce_scatter(*sums) if exchange else sums)]
+        return grad_query.to(query.dtype), *finals, grad_sinks, None, None, None
 
 
 _slice_attention = direct_apply(_SliceAttention)
@@ -154,11 +161,20 @@ def _without_autocast(query: Tensor) -> AbstractContextManager[object]:
 
 
 def _attend(
-    query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None, backend: AttentionBackend
+    query: Tensor,
+    blocks: Iterator[KeyBlock],
+    sinks: Tensor | None,
+    backend: type[AttentionBackend],
+    site: AttentionSite,
 ) -> AttentionResult:
-    keys, values = (backend.site.ranges.seen(buffer) for buffer in (keys, values))
+    """Returns the attention to the keys of all blocks, merged."""
     with _without_autocast(query):
-        output, logsumexp = backend.attend(query, keys, values)
+        own = next(blocks)
+        output, logsumexp = backend(site._replace(ranges=own.ranges)).attend(query, own.key, own.value)
+        for block in blocks:
+            computing = backend(site._replace(ranges=block.ranges))
+            output = output.to(logsumexp.dtype)
+            merge_(output, logsumexp, *computing.attend(query, block.key, block.value))
         if sinks is not None:
             output, logsumexp = _with_sinks(output, logsumexp, sinks)
     return output.to(query.dtype), logsumexp
@@ -232,7 +248,9 @@ def read_prefix(
 
     Raises:
         ContextError: the slices ran in an order that doesn't allow this one.
+        SlipstreamError: the store has them on the host, a block for each slice.
     """
+    store.check_on_device("attention that reads the keys and values of all tokens by code of the model")
 
     # Reads the store after writing it; backward adds to the gradients of all keys it read (rules 2 and 5).
     #
@@ -243,13 +261,11 @@ def read_prefix(
         return [_up_to(ranges, buffer) for buffer in store.write(call, key, value, ranges)]
 
     def backward(*gradients: Tensor) -> list[Tensor]:
-        _, _, *buffers = store.context(call, ranges)
-        for buffer, gradient in zip(buffers, gradients, strict=True):
-            buffer[:, :, ranges.first : ranges.end] += gradient[:, :, ranges.first :]
-        own = zip(map(ranges.own, buffers), gradients, strict=True)
-        slice_gradients = [part.to(gradient.dtype, copy=True) for part, gradient in own]
-        store.finish(call, ranges)
-        return slice_gradients
+        (seen,) = store.key_gradients(call, ranges, ranges)
+        for total, gradient in zip(seen.sums, gradients, strict=True):
+            total += gradient[:, :, ranges.first :]
+        sums = store.finish(call, ranges)
+        return [part.to(gradient.dtype, copy=True) for part, gradient in zip(sums, gradients, strict=True)]
 
     keys, values = with_backward(forward, backward, key, value)
     return keys, values

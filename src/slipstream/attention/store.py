@@ -11,8 +11,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from slipstream.attention.key_blocks import HostBlock, HostMemory, KeyBlock, streamed
 from slipstream.attention.masks import KeyRanges
 from slipstream.autograd_calls import begin_graph, with_backward
+from slipstream.errors import SlipstreamError
 
 AttentionResult = tuple[Tensor, Tensor]  # output (B, H, T, Dv) and log-sum-exp (B, H, T) of one slice
 AttentionWrapper = Callable[[Callable[[], AttentionResult]], AttentionResult]
@@ -37,9 +39,10 @@ class StoredSlice:
 
 @dataclass
 class _CallBuffers:
-    """The buffers of one attention call, and the state of each slice of it."""
+    """The buffers of one attention call, or its blocks on the host, and the state of each slice of it."""
 
     buffers: list[Tensor]  # key (B, Hkv, L, D) and value (B, Hkv, L, Dv); in a backward also their gradients
+    blocks: dict[int, HostBlock] = field(default_factory=dict)  # on the host in place of buffers, by first token
     slices: dict[int, StoredSlice] = field(default_factory=dict)  # slices by their first token
     num_done: int = 0  # tokens of slices with a finished backward
 
@@ -56,10 +59,12 @@ class ContextStore:
 
     Args:
         length: tokens of the whole sequence.
+        host: where keys, values and their gradients lie instead, a block for each slice. None: on the device.
     """
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, length: int, host: HostMemory | None = None) -> None:
         self.length = length
+        self._host = host
         self._contexts: dict[Hashable, _CallBuffers] = {}
         # by call, in the order of their first use and including freed ones: the keys [first, end) that each slice read
         self.reads: dict[Hashable, list[tuple[int, int]]] = {}
@@ -72,6 +77,11 @@ class ContextStore:
     def num_bytes(self) -> int:
         """Bytes of all buffers. Carried states don't count: each is left by a slice and freed by its backward."""
         return sum(buffer.nbytes for context in self._contexts.values() for buffer in context.buffers)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of all blocks on the host."""
+        return sum(block.num_bytes for context in self._contexts.values() for block in context.blocks.values())
 
     def free(self) -> None:
         """Drops all buffers; needed where no backward does it."""
@@ -99,9 +109,10 @@ class ContextStore:
         for its backward (a replay), and no other slice reads them."""
         for context in reversed(self._contexts.values()):
             whole = context.slices.get(0)
-            if not context.buffers or whole is None or whole.end < self.length:
+            if not (context.buffers or context.blocks) or whole is None or whole.end < self.length:
                 return
             context.buffers.clear()
+            context.blocks.clear()
 
     @contextmanager
     def wrapped_attention(self, wrapper: AttentionWrapper) -> Iterator[None]:
@@ -118,30 +129,78 @@ class ContextStore:
 
     def can_replay(self, call: Hashable) -> bool:
         """Returns whether slices run a second time, and a call's keys and values are here, so that none are needed."""
-        return self.is_replaying and call in self._contexts and bool(self._contexts[call].buffers)
+        if not self.is_replaying or call not in self._contexts:
+            return False
+        return bool(self._contexts[call].buffers or self._contexts[call].blocks)
+
+    def write_keys(
+        self, call: Hashable, key: Tensor, value: Tensor, ranges: KeyRanges, queries: KeyRanges
+    ) -> Iterator[KeyBlock]:
+        """Writes a slice's key (B,Hkv,T,D) and value (B,Hkv,T,Dv); returns all that its queries see, in blocks.
+
+        The first block has the queries' own keys. A block may be used until the next one is asked for.
+
+        Args:
+            call: identifies the attention within the stage.
+            key: of the slice; unused in a replay.
+            value: of the slice.
+            ranges: which keys the slice's queries see.
+            queries: the same of those queries that are here.
+        """
+        if self._host is None:
+            keys, values = self.write(call, key, value, ranges)
+            return iter((KeyBlock(queries, queries.seen(keys), queries.seen(values)),))
+        context = self._written_slice(call, ranges)
+        if ranges.start not in context.blocks:
+            context.blocks[ranges.start] = self._host.keep(key, value)
+        return streamed(_seen_blocks(context, ranges, queries), with_sums=False)
 
     def write(self, call: Hashable, key: Tensor, value: Tensor, ranges: KeyRanges) -> tuple[Tensor, Tensor]:
-        """Writes a slice's key (B,Hkv,T,D) and value (B,Hkv,T,Dv); returns the buffers of the whole sequence."""
+        """Writes a slice's key (B,Hkv,T,D) and value (B,Hkv,T,Dv) to the device; returns the buffers of the whole
+        sequence."""
+        context = self._written_slice(call, ranges)
+        is_new = not context.buffers  # in a replay too, where they were dropped
+        if is_new:
+            context.buffers = [_buffer(part, self.length) for part in (key, value)]
+        if is_new or not self.is_replaying:
+            for buffer, part in zip(context.buffers[:2], (key, value), strict=True):
+                ranges.own(buffer).copy_(part)
+        return context.buffers[0], context.buffers[1]
+
+    def check_on_device(self, what: str) -> None:
+        """Raises SlipstreamError where keys and values lie on the host, which `what` can't use."""
+        if self._host is not None:
+            raise SlipstreamError(f"memory.context=host with {what}: give memory.context=device.")
+
+    def _written_slice(self, call: Hashable, ranges: KeyRanges) -> _CallBuffers:
+        """Notes that a slice is written, and returns the buffers of its call; all other keys that it sees must be."""
         context = self._contexts.get(call)
         if self.is_replaying:
             if context is None or ranges.start not in context.slices:
                 raise ContextError(f"{_name(call, ranges)} is replayed, but its forward never ran")
-            if not context.buffers:
-                context.buffers = _written(key, value)
         else:
             if context is None:
-                buffers = [_buffer(part, self.length) for part in (key, value)]
-                context = self._contexts[call] = _CallBuffers(buffers)
-            self._check_free(call, context, ranges)
+                context = self._contexts[call] = _CallBuffers([])
+            if ranges.end > self.length:
+                raise ContextError(f"{_name(call, ranges)} ends after the sequence of {self.length} tokens")
+            for start, other in context.slices.items():
+                if start < ranges.end and ranges.start < other.end:
+                    raise ContextError(f"{_name(call, ranges)} is written over the slice [{start}, {other.end})")
             context.slices[ranges.start] = StoredSlice(ranges.end, ranges.first)
-            for buffer, part in zip(context.buffers[:2], (key, value), strict=True):
-                ranges.own(buffer).copy_(part)
             self.reads.setdefault(call, []).append((ranges.first, ranges.end))
         self._check_present(call, context, ranges)
-        return context.buffers[0], context.buffers[1]
+        return context
 
-    def context(self, call: Hashable, ranges: KeyRanges) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Returns K, V, dK, dV for a slice whose backward begins; every later slice that attends to it must be done."""
+    def key_gradients(self, call: Hashable, ranges: KeyRanges, queries: KeyRanges) -> Iterator[KeyBlock]:
+        """Returns all that the queries of a slice see whose backward begins, with the sums of the gradients, in blocks.
+
+        The first block has the queries' own keys. Every later slice that attends to this one must be done.
+
+        Args:
+            call: identifies the attention within the stage.
+            ranges: which keys the slice's queries see.
+            queries: the same of those queries that are here.
+        """
         context = self._contexts.get(call)
         if context is None or ranges.start not in context.slices:
             raise ContextError(f"{_name(call, ranges)} runs backward, but its keys aren't in the store (any more)")
@@ -153,14 +212,19 @@ class ContextStore:
                     f"{_name(call, ranges)} runs backward before the slice [{start}, {later.end}), which "
                     "attends to it: run the slices of a microbatch in reverse order"
                 )
+        if self._host is not None:
+            return streamed(_seen_blocks(context, ranges, queries), with_sums=True)
         if len(context.buffers) == 2:
             wide = torch.promote_types(context.buffers[0].dtype, torch.float32)
             context.buffers += [torch.zeros_like(buffer, dtype=wide) for buffer in context.buffers]
-        key, value, grad_key, grad_value = context.buffers
-        return key, value, grad_key, grad_value
+        key, value, *sums = map(queries.seen, context.buffers)
+        return iter((KeyBlock(queries, key, value, tuple(sums)),))
 
-    def finish(self, call: Hashable, ranges: KeyRanges) -> None:
-        """Marks a slice's backward as done; frees the call's buffers after the last one (rule 5)."""
+    def finish(self, call: Hashable, ranges: KeyRanges) -> list[Tensor]:
+        """Marks a slice's backward as done; frees the call's buffers after the last one (rule 5).
+
+        Returns the sums of the gradients of the slice's own keys and values (B,Hkv,T,D), which are final.
+        """
         context = self._contexts[call]
         stored = context.slices[ranges.start]
         if not stored.done:
@@ -168,13 +232,9 @@ class ContextStore:
             context.num_done += ranges.end - ranges.start
         if context.num_done == self.length:
             del self._contexts[call]
-
-    def _check_free(self, call: Hashable, context: _CallBuffers, ranges: KeyRanges) -> None:
-        if ranges.end > self.length:
-            raise ContextError(f"{_name(call, ranges)} ends after the sequence of {self.length} tokens")
-        for start, other in context.slices.items():
-            if start < ranges.end and ranges.start < other.end:
-                raise ContextError(f"{_name(call, ranges)} is written over the slice [{start}, {other.end})")
+        if self._host is None:
+            return [ranges.own(total) for total in context.buffers[2:]]
+        return context.blocks.pop(ranges.start).tensors()[2:]
 
     def _check_present(self, call: Hashable, context: _CallBuffers, ranges: KeyRanges) -> None:
         position = ranges.first
@@ -188,12 +248,20 @@ class ContextStore:
             )
 
 
-def _written(key: Tensor, value: Tensor) -> list[Tensor]:
-    """Returns new buffers with the keys and values of a whole sequence."""
-    buffers = [_buffer(part, part.shape[2]) for part in (key, value)]
-    for buffer, part in zip(buffers, (key, value), strict=True):
-        buffer.copy_(part)
-    return buffers
+def _seen_blocks(
+    context: _CallBuffers, ranges: KeyRanges, queries: KeyRanges
+) -> list[tuple[int, HostBlock, KeyRanges]]:
+    """Returns the first token of each block of which queries of a slice see some keys, the block, and which keys they
+    see: the slice's own, and then the latest first, which a backward needs again first."""
+    own = queries.over(ranges.start, queries.end)
+    assert own is not None, "a query sees its own key"
+    seen = [(ranges.start, context.blocks[ranges.start], own)]
+    earlier = sorted((start for start in context.blocks if start < ranges.start), reverse=True)
+    for start in earlier:
+        keys = queries.over(start, context.slices[start].end)
+        if keys is not None:
+            seen.append((start, context.blocks[start], keys))
+    return seen
 
 
 def _buffer(part: Tensor, length: int) -> Tensor:

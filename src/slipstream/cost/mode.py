@@ -341,3 +341,24 @@ class WithoutLookups(Mode):
         weights = self.costs.each_weight(each).copy()
         weights[self.parts[0]] -= each * self.num_head_weights
         return weights
+
+
+@dataclass(frozen=True)
+class ContextOnHost(Mode):
+    """Costs of a device that has no keys, values and gradients of them, as these lie on the host.
+
+    The blocks of them that are on their way aren't counted, and neither is the time in which a slice waits for them.
+    """
+
+    @cached_property
+    def each_context(self) -> Floats:
+        return 0.0 * self.costs.each_context
+
+    @cached_property
+    def each_context_gradient(self) -> Floats:
+        return 0.0 * self.costs.each_context_gradient
+
+
+def with_context(costs: Costs, place: str) -> Costs:
+    """Returns the costs where keys and values lie on the "device" or on the "host"."""
+    return ContextOnHost(costs) if place == "host" else costs

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from slipstream.attention import context_on_host
 from slipstream.comm import LocalTransport, ScatterGather, Transport, connect_transport
 from slipstream.errors import SlipstreamError
 from slipstream.keyed_draws import keyed_seed
@@ -170,7 +171,9 @@ class PipelineRuntime:
         self, rank: int, transport: Transport, reduce: Callable[[int], None], losses: Losses | None = None
     ) -> Executor:
         own = {stage: self.stages[stage] for stage in self.layout.stages_of([rank])}
-        return Executor(rank, own, transport, losses or self._losses, self.device, self.layout.recompute, reduce)
+        layout = self.layout
+        host = context_on_host(self.device) if layout.has_context_on_host else None
+        return Executor(rank, own, transport, losses or self._losses, self.device, layout.recompute, reduce, host)
 
     def _made_executors(self, losses: Losses) -> list[Executor]:
         return [self._made_executor(rank, self.transport, self._reduce, losses) for rank in self._here]

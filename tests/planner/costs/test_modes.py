@@ -12,6 +12,7 @@ from benchmarks.golden_plans.answers import _profile
 
 from slipstream.cost import (
     LONE_UPDATE,
+    ContextOnHost,
     Costs,
     CountedCosts,
     CountedOperations,
@@ -47,7 +48,7 @@ def test_modes_of_what_is_elsewhere_commute(degrees: Degrees) -> None:
     """What a part costs is the same whichever of them is applied first. Who shares the work, and what is trained, come
     before all of them; the update comes after."""
     costs = CountedCosts(counted(), load_cluster("h100-dgx"), degrees)
-    modes = (WithoutHead, WithoutLookups, partial(Tabulated, seq_len=SEQ_LEN, cuts=Cuts(1)))
+    modes = (WithoutHead, WithoutLookups, ContextOnHost, partial(Tabulated, seq_len=SEQ_LEN, cuts=Cuts(1)))
     update = replace(LONE_UPDATE, copies=4, shard="optimizer")
     work = Work.of_slices(Op.B, (SEQ_LEN // 2, SEQ_LEN // 2))
 
@@ -58,7 +59,8 @@ def test_modes_of_what_is_elsewhere_commute(degrees: Degrees) -> None:
         kept = [update.optimized(wrapped.each_number, wrapped.divided)[parts], wrapped.each_weight(2)[parts]]
         whole = range(wrapped.num_layers)
         after = [wrapped.gradient_seconds(whole, update), wrapped.optimizer_step_seconds(whole, update)]
-        return [*times, *numbers, *kept, wrapped.each_activation(work.lengths)[parts], np.array(after)]
+        of_keys = [wrapped.each_context[parts], wrapped.each_context_gradient[parts]]
+        return [*times, *numbers, *kept, *of_keys, wrapped.each_activation(work.lengths)[parts], np.array(after)]
 
     orders = [told(reduce(lambda inner, mode: mode(inner), order, costs)) for order in permutations(modes)]
     plain = told(costs)
@@ -66,6 +68,7 @@ def test_modes_of_what_is_elsewhere_commute(degrees: Degrees) -> None:
         for one, other in zip(orders[0], order, strict=True):
             np.testing.assert_array_equal(one, other)
         assert not order[0][-1].any()  # the head takes no time
+        assert not order[7].any()  # the device has no keys
         assert order[2][0] < plain[2][0]  # the embedding has fewer parameters
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.attention import ContextStore
+from slipstream.attention import ContextStore, HostMemory
 from slipstream.comm import Transport, TransportError
 from slipstream.model import (
     PipelineStage,
@@ -56,14 +56,16 @@ class Executor:
         device: torch.device,
         recompute: RecomputePolicy | None,
         reduce_gradients: Callable[[int], None],
+        context_on_host: HostMemory | None = None,
     ) -> None:
         """`recompute` is the policy of the schedule's R actions, None for all. `reduce_gradients` carries out a stage's
-        REDUCE_GRAD."""
+        REDUCE_GRAD. `context_on_host` is where keys and values lie, None: on the device."""
         self._rank = rank
         self._stages = stages
         self._transport = transport
         self._device = device
         self._losses = losses
+        self._context_on_host = context_on_host
         self._saved = SavedActivations(stages, recompute, device)
         self._schedule: Schedule | None = None
         self._head: SpreadHeadActions | None = None  # None unless the vocabulary is spread
@@ -215,7 +217,9 @@ class Executor:
         g, m, i = key = step.key
         stage = self._stages[g]
         state = self._state
-        store = state.stores.setdefault((g, m), ContextStore(state.batch.slices[m][i].length))
+        if (store := state.stores.get((g, m))) is None:
+            length = state.batch.slices[m][i].length
+            store = state.stores[g, m] = ContextStore(length, self._context_on_host)
         if step.trains:
             specs = self._messages.specs(Op.RECV_F, key)
             on_gradient = state.input_gradients.setdefault(key, {}).__setitem__

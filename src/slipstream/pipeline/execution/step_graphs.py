@@ -195,6 +195,8 @@ def graph_refusal(ranks: Ranks, options: PipelineOptions) -> str | None:
         return "ranks that share slices exchange tensors by gloo, through the host; NCCL's exchanges can be recorded"
     if ranks.experts.size > 1:
         return "how many tokens go to each expert is read on the host"
+    if options.memory.context == "host":
+        return "keys and values come and go between the host and the GPU"
     if options.parallel.shard == "parameters":
         return "sharded parameters lie elsewhere in every step"
     if options.loss_fn is not None:

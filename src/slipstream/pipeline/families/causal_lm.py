@@ -53,6 +53,7 @@ from slipstream.pipeline.execution.losses import Losses, OutputForms, SliceLosse
 from slipstream.pipeline.execution.sequence_losses import SequenceLosses
 from slipstream.pipeline.families.causal_lm_checks import ChangedModel
 from slipstream.pipeline.families.causal_lm_layout import (
+    check_context,
     find_router_loss,
     load_layers,
     plan_layout,
@@ -217,6 +218,7 @@ class CausalLMFamily(ModelFamily):
             memory_limit=options.memory.limit,
             vocabulary=self.planned_vocabulary(num_ranks),
             parallel=options.parallel,
+            context=options.memory.context,
             tied=self.is_tied,
             trained=self.trained,
         )
@@ -338,6 +340,7 @@ class CausalLMFamily(ModelFamily):
         if self._changed is not None and self._changed.given.dispatched.attention is not None:
             # The user's attention function is kept, so no other is chosen.
             anatomy = replace(anatomy, attends_itself=True)
+            check_context(anatomy, self._options, "the attention function that was given")
 
         def made() -> dict[int, CausalLMStage]:
             stages = {}

@@ -90,9 +90,29 @@ def plan_layout(
     recompute = RecomputePolicy.parse(memory.recompute, most, is_checked=memory.check_recompute)
     # An untied embedding stays whole, which is faster: its output needn't travel.
     embeds = spreads and bool(anatomy.tied)
-    layout = StageLayout(schedule, layers, recompute, options.memory.offload, reduces, spreads, embeds)
+    layout = StageLayout(
+        schedule,
+        layers,
+        recompute,
+        offload=memory.offload,
+        reduces=reduces,
+        spreads_vocabulary=spreads,
+        spreads_embedding=embeds,
+        has_context_on_host=memory.context == "host",
+    )
     _check_sharding(anatomy, tensor_ranks, options)
+    check_context(anatomy, options, f"model_type {config.model_type!r}")
     return layout, anatomy
+
+
+def check_context(anatomy: ModelAnatomy, options: PipelineOptions, what: str) -> None:
+    """Raises SlipstreamError where layers read all earlier keys and values by code of their own, and these are to lie
+    on the host; `what` has that code."""
+    if anatomy.attends_itself and options.memory.context == "host":
+        raise SlipstreamError(
+            f"memory.context='host': {what} attends by code of its own, which reads the keys and values of all earlier "
+            "tokens at once. Use memory.context='device'."
+        )
 
 
 def check_spread(config: PretrainedConfig, tensor_ranks: int, num_ranks: int, options: PipelineOptions) -> None:

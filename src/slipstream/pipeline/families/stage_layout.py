@@ -43,6 +43,7 @@ class StageLayout:
     spreads_embedding: bool = False  # the tied embedding spread like the head
     num_frozen_stages: int = 0  # number of first stages without trained weights
     skips: tuple[StageSkip, ...] = ()  # tensors that skip stages
+    has_context_on_host: bool = False  # keys and values on the host
 
     def __post_init__(self) -> None:
         check_communication(self.training)

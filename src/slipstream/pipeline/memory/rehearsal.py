@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from slipstream.attention import context_on_host
 from slipstream.comm import HEADER_BYTES, FakeTransport, Transport, message_bytes
 from slipstream.model import PipelineStage, Tensors, factors_of, storage_bytes, storage_id, storage_ids
 from slipstream.model.hooks import kept_frequencies, running_alone
@@ -226,7 +227,8 @@ def _run(step: RehearsedStep, like: StageSlice, split: bool, transport: Transpor
     """Returns each action's change of memory."""
     stage = step.stages[like.stage]
     schedule = alone(like, split, step.schedule, len(step.batch.slices[0]))
-    options = step.losses, step.device, step.layout.recompute, step.parameters.reduce
+    host = context_on_host(step.device) if step.layout.has_context_on_host else None
+    options = step.losses, step.device, step.layout.recompute, step.parameters.reduce, host
     executor = Executor(schedule.placement[like.stage], {like.stage: stage}, transport, *options)
     with _without_gradients(stage), memory_meter(step.device) as memory:
         watch = _MemoryWatch(stage, memory, schedule)

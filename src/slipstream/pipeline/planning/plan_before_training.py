@@ -24,6 +24,7 @@ from slipstream.cost import (
     Update,
     WithoutHead,
     profile_behind,
+    with_context,
 )
 from slipstream.errors import SlipstreamError
 from slipstream.model import ALL_WEIGHTS, TrainedWeights, find_anatomy, why_layers_stay_whole
@@ -67,6 +68,7 @@ class StartRequest(ExpectedBatch):
         memory_limit: bytes of each rank. None: no limit.
         vocabulary: where the head's rows are, as in a `Plan`; OPEN: wherever is faster.
         parallel: how ranks share the work of a stage.
+        context: where keys and values lie, on the "device" or the "host".
         tied: whether the head's weight embeds too.
         trained: what of the model is trained.
     """
@@ -78,6 +80,7 @@ class StartRequest(ExpectedBatch):
     memory_limit: float | None = None
     vocabulary: str = "whole"
     parallel: Parallelism = Parallelism()
+    context: str = "device"
     tied: bool = False
     trained: TrainedWeights = ALL_WEIGHTS
 
@@ -104,7 +107,8 @@ class StartRequest(ExpectedBatch):
         rows = self.num_microbatches * self.microbatch_size
         batch = GlobalBatch(self.seq_len, self.replicas * rows)
         beside = held_beside(rows * self.seq_len)
-        return evaluate(self.closed(plan, costs), costs, batch, self.state, beside=beside)
+        here = with_context(costs, self.context)
+        return evaluate(self.closed(plan, costs), here, batch, self.state, beside=beside)
 
     def _peaks(self, costs: Costs, plan: Plan) -> list[float]:
         return self.evaluate(costs, plan).peaks()
@@ -113,7 +117,7 @@ class StartRequest(ExpectedBatch):
         """Returns the search's problem, with costs of slices of up to `longest` tokens: shorter ones than were asked
         for, where time ran out."""
         problem = JointProblem(
-            costs=costs,
+            costs=with_context(costs, self.context),
             update=Update(self.state, self.replicas * costs.degrees.token_ranks, self.parallel.shard),
             seq_len=self.seq_len,
             num_ranks=self.num_ranks,

@@ -1,0 +1,225 @@
+"""Where a microbatch's keys and values lie: on the device as whole buffers, or on the host as a block for each slice.
+
+On the host, a slice attends to one block after the other, and the next one is on its way meanwhile; in a backward the
+sums of a block's gradients come and go with it:
+
+    device      own | block 2 | block 1 | block 0        outputs are merged by their log-sum-exps
+    host        ....... block 2, block 1, block 0        pinned memory with a GPU, else an unnamed file
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from errno import EDQUOT, ENOSPC
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from slipstream.attention.masks import KeyRanges
+from slipstream.errors import SlipstreamError
+from slipstream.units import bytes_text
+
+
+class KeyBlock(NamedTuple):
+    """Some keys and values that a slice's queries see, and in a backward the sums of their gradients."""
+
+    ranges: KeyRanges  # which of these keys each query sees
+    key: Tensor  # (B,Hkv,n,D), from the first key on that any query sees
+    value: Tensor  # (B,Hkv,n,Dv)
+    sums: tuple[Tensor, ...] = ()  # in a backward, the gradients of both so far, in float32 or wider
+
+
+class HostBlock(Protocol):
+    """One slice's keys and values on the host, with the sums of their gradients once there are any."""
+
+    def begin(self, with_sums: bool) -> None:
+        """Begins to bring the block to the device; the sums are zeros the first time."""
+        ...
+
+    def tensors(self) -> list[Tensor]:
+        """Returns what was begun, on the device: key, value and perhaps their sums (B,Hkv,n,D)."""
+        ...
+
+    def put_back(self) -> None:
+        """Returns the sums to the host, and leaves the device."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes on the host."""
+        ...
+
+
+class HostMemory(Protocol):
+    """Makes blocks on the host."""
+
+    def keep(self, key: Tensor, value: Tensor) -> HostBlock:
+        """Begins to write a slice's keys and values to the host."""
+        ...
+
+
+def context_on_host(device: torch.device) -> HostMemory:
+    """Returns the host's memory for keys and values of a model on a device."""
+    return PinnedMemory(device) if device.type == "cuda" else FileMemory()
+
+
+class FileMemory:
+    """The host's memory of a model on CPUs: a file without a name for each tensor, in TMPDIR.
+
+    The operating system writes it to disk where memory is scarce, and deletes it when the tensor or the process ends,
+    however that happens.
+    """
+
+    def keep(self, key: Tensor, value: Tensor) -> HostBlock:
+        """See `HostMemory`."""
+        return FileBlock(key, value)
+
+
+class FileBlock:
+    """A block in files that are mapped into memory, where kernels read and add to it."""
+
+    def __init__(self, key: Tensor, value: Tensor) -> None:
+        self._kept = [_mapped(each.shape, each.dtype).copy_(each) for each in (key, value)]
+        self._num_used = 0
+
+    def begin(self, with_sums: bool) -> None:
+        """See `HostBlock`."""
+        if with_sums and len(self._kept) == 2:
+            self._kept += [_mapped(each.shape, _wide(each)) for each in self._kept]
+        self._num_used = 4 if with_sums else 2
+
+    def tensors(self) -> list[Tensor]:
+        """See `HostBlock`."""
+        return self._kept[: self._num_used]
+
+    def put_back(self) -> None:
+        """See `HostBlock`."""
+
+    @property
+    def num_bytes(self) -> int:
+        """See `HostBlock`."""
+        return sum(tensor.nbytes for tensor in self._kept)
+
+
+def _mapped(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Returns zeros in an unnamed file. Raises SlipstreamError where the disk has no room for them."""
+    size = torch.Size(shape).numel() * dtype.itemsize
+    if not size:
+        return torch.empty(*shape, dtype=dtype)
+    with tempfile.TemporaryFile(prefix="slipstream-") as file:
+        try:
+            # A file with holes would end the process where a disk is full.
+            os.posix_fallocate(file.fileno(), 0, size)
+        except OSError as error:
+            if error.errno not in (ENOSPC, EDQUOT):
+                raise
+            raise SlipstreamError(
+                f"memory.context=host: {bytes_text(size)} more keys and values don't fit in {tempfile.gettempdir()} "
+                f"({error.strerror}). Set TMPDIR to a folder on a larger disk, or shorten the sequence."
+            ) from None
+        mapping = mmap.mmap(file.fileno(), size)
+    return torch.frombuffer(mapping, dtype=dtype).view(*shape)
+
+
+def _wide(each: Tensor) -> torch.dtype:
+    return torch.promote_types(each.dtype, torch.float32)
+
+
+class PinnedMemory:
+    """The host's memory of a GPU: pinned, with a stream for each direction."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.inward: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.outward: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def keep(self, key: Tensor, value: Tensor) -> HostBlock:
+        """See `HostMemory`."""
+        return PinnedBlock(self, key, value)
+
+    def copy_out(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> torch.cuda.Event:
+        """Copies to the host what the current stream has computed; returns the event at the end."""
+        self.outward.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.outward):
+            for source, target in zip(sources, targets, strict=True):
+                target.copy_(source, non_blocking=True)
+                source.record_stream(self.outward)
+        done: torch.cuda.Event = self.outward.record_event()
+        return done
+
+
+class PinnedBlock:
+    """A block in pinned memory. It is read again only after it was written."""
+
+    def __init__(self, memory: PinnedMemory, key: Tensor, value: Tensor) -> None:
+        self._memory = memory
+        self._kept = [_pinned(each, each.dtype) for each in (key, value)]
+        self._written = memory.copy_out((key, value), self._kept)
+        self._there = [key, value]  # until the slice has attended to its own keys
+        self._arrived: torch.cuda.Event | None = None
+
+    def begin(self, with_sums: bool) -> None:
+        """See `HostBlock`."""
+        if self._there and not with_sums:
+            return
+        inward = self._memory.inward
+        inward.wait_event(self._written)
+        with torch.cuda.stream(inward):
+            kept = self._kept if with_sums else self._kept[:2]
+            self._there = [tensor.to(self._memory.device, non_blocking=True) for tensor in kept]
+            if with_sums and len(kept) == 2:
+                self._there += [torch.zeros_like(tensor, dtype=_wide(tensor)) for tensor in self._there]
+        self._arrived = inward.record_event()
+
+    def tensors(self) -> list[Tensor]:
+        """See `HostBlock`."""
+        current = torch.cuda.current_stream(self._memory.device)
+        if self._arrived is not None:
+            current.wait_event(self._arrived)
+            for tensor in self._there:
+                tensor.record_stream(current)
+        return self._there
+
+    def put_back(self) -> None:
+        """See `HostBlock`."""
+        if len(self._there) == 4:
+            sums = self._there[2:]
+            if len(self._kept) == 2:
+                self._kept += [_pinned(each, each.dtype) for each in sums]
+            self._written = self._memory.copy_out(sums, self._kept[2:])
+        self._there = []
+
+    @property
+    def num_bytes(self) -> int:
+        """See `HostBlock`."""
+        return sum(tensor.nbytes for tensor in self._kept)
+
+
+def _pinned(like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns pinned memory for a tensor, with heads and tokens in the order in which the device has them."""
+    return torch.empty_like(like, dtype=dtype, device="cpu", pin_memory=True)
+
+
+def streamed(blocks: Sequence[tuple[int, HostBlock, KeyRanges]], with_sums: bool) -> Iterator[KeyBlock]:
+    """Yields what queries see of blocks, on the device, the next block on its way; the sums of all but the first return
+    to the host once they were added to.
+
+    Args:
+        blocks: the first token of each, and which of its keys each query sees.
+        with_sums: whether gradients are added up.
+    """
+    for _, block, _ in blocks[:1]:
+        block.begin(with_sums)
+    for index, (start, block, ranges) in enumerate(blocks):
+        if index + 1 < len(blocks):
+            blocks[index + 1][1].begin(with_sums)
+        seen = ranges.first - start, ranges.keys_end - ranges.first
+        key, value, *sums = (tensor.narrow(2, *seen) for tensor in block.tensors())
+        yield KeyBlock(ranges, key, value, tuple(sums))
+        # The slice's own sums become final in its backward, and are needed here.
+        if index or not with_sums:
+            block.put_back()
