@@ -59,6 +59,7 @@ class NewestResults(Generic[_Result]):
     def __init__(self, most: int, make: Callable[..., _Result]) -> None:
         self._most, self._make = most, make
         self._kept: dict[tuple[Any, ...], _Result] = {}
+        self._num_units = 0  # slices of stages in all kept results
 
     def __call__(self, shape: ScheduleShape, *saving: Any) -> _Result:
         key = (shape, *saving)
@@ -66,13 +67,17 @@ class NewestResults(Generic[_Result]):
             self._kept[key] = self._kept.pop(key)
             return self._kept[key]
         self._kept[key] = result = self._make(*key)
-        while len(self._kept) > 1 and sum(prod(cut.counts) for cut, *_ in self._kept) > self._most:
-            del self._kept[next(iter(self._kept))]
+        self._num_units += prod(shape.counts)
+        while len(self._kept) > 1 and self._num_units > self._most:
+            oldest = next(iter(self._kept))
+            del self._kept[oldest]
+            self._num_units -= prod(oldest[0].counts)
         return result
 
     def clear(self) -> None:
         """Forgets all results."""
         self._kept.clear()
+        self._num_units = 0
 
 
 def _make_schedule(shape: ScheduleShape, recompute: bool = False, offload: float = 0.0) -> ActionArrays:
