@@ -12,8 +12,8 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
-from errno import EDQUOT, ENOSPC
+from collections.abc import Iterator, Mapping, Sequence
+from errno import EDQUOT, EFBIG, ENOMEM, ENOSPC
 from typing import NamedTuple, Protocol
 
 import torch
@@ -67,8 +67,17 @@ def context_on_host(device: torch.device) -> HostMemory:
     return PinnedMemory(device) if device.type == "cuda" else FileMemory()
 
 
+_LARGER_DISK = "Set TMPDIR to a folder on a larger disk, or shorten the sequence."
+_ADVICE: Mapping[int, str] = {
+    ENOSPC: _LARGER_DISK,
+    EDQUOT: _LARGER_DISK,
+    EFBIG: _LARGER_DISK,
+    ENOMEM: "Give fewer slices, of which each has two files in every layer, or raise the kernel's vm.max_map_count.",
+}
+
+
 class FileMemory:
-    """The host's memory of a model on CPUs: a file without a name for each tensor, in TMPDIR.
+    """The host's memory of a model on CPUs: files without a name, in TMPDIR.
 
     The operating system writes it to disk where memory is scarce, and deletes it when the tensor or the process ends,
     however that happens.
@@ -83,13 +92,15 @@ class FileBlock:
     """A block in files that are mapped into memory, where kernels read and add to it."""
 
     def __init__(self, key: Tensor, value: Tensor) -> None:
-        self._kept = [_mapped(each.shape, each.dtype).copy_(each) for each in (key, value)]
+        self._kept = _mapped(key.dtype, key.shape, value.shape)
+        for kept, each in zip(self._kept, (key, value), strict=True):
+            kept.copy_(each)
         self._num_used = 0
 
     def begin(self, with_sums: bool) -> None:
         """See `HostBlock`."""
         if with_sums and len(self._kept) == 2:
-            self._kept += [_mapped(each.shape, _wide(each)) for each in self._kept]
+            self._kept += _mapped(_wide(self._kept[0]), *(each.shape for each in self._kept))
         self._num_used = 4 if with_sums else 2
 
     def tensors(self) -> list[Tensor]:
@@ -105,24 +116,29 @@ class FileBlock:
         return sum(tensor.nbytes for tensor in self._kept)
 
 
-def _mapped(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Returns zeros in an unnamed file. Raises SlipstreamError where the disk has no room for them."""
-    size = torch.Size(shape).numel() * dtype.itemsize
+def _mapped(dtype: torch.dtype, *shapes: torch.Size) -> list[Tensor]:
+    """Returns zeros in an unnamed file, one for all shapes.
+
+    Raises SlipstreamError where the disk has no room for them, or the process may map no more files.
+    """
+    sizes = [shape.numel() for shape in shapes]
+    size = dtype.itemsize * sum(sizes)
     if not size:
-        return torch.empty(*shape, dtype=dtype)
-    with tempfile.TemporaryFile(prefix="slipstream-") as file:
-        try:
+        return [torch.empty(shape, dtype=dtype) for shape in shapes]
+    try:
+        with tempfile.TemporaryFile(prefix="slipstream-") as file:
             # A file with holes would end the process where a disk is full.
             os.posix_fallocate(file.fileno(), 0, size)
-        except OSError as error:
-            if error.errno not in (ENOSPC, EDQUOT):
-                raise
-            raise SlipstreamError(
-                f"memory.context=host: {bytes_text(size)} more keys and values don't fit in {tempfile.gettempdir()} "
-                f"({error.strerror}). Set TMPDIR to a folder on a larger disk, or shorten the sequence."
-            ) from None
-        mapping = mmap.mmap(file.fileno(), size)
-    return torch.frombuffer(mapping, dtype=dtype).view(*shape)
+            mapping = mmap.mmap(file.fileno(), size)
+    except OSError as error:
+        if (advice := _ADVICE.get(error.errno or 0)) is None:
+            raise
+        raise SlipstreamError(
+            f"memory.context=host: {bytes_text(size)} more keys and values don't fit in {tempfile.gettempdir()} "
+            f"({error.strerror}). {advice}"
+        ) from None
+    parts = torch.split_with_sizes(torch.frombuffer(mapping, dtype=dtype), sizes)
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def _wide(each: Tensor) -> torch.dtype:

@@ -73,14 +73,21 @@ def test_a_model_that_reads_all_keys_is_refused() -> None:
         make_pipe(model, slices=2, context="host")
 
 
-def test_a_full_disk_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("number", "problem"),
+    [
+        (errno.ENOSPC, r"don't fit in .* \(No space left on device\). Set TMPDIR"),
+        (errno.ENOMEM, r"\(Cannot allocate memory\). Give fewer slices"),
+    ],
+)
+def test_a_host_without_room_is_named(number: int, problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        raise OSError(number, os.strerror(number))
 
     pipe = make_pipe(build(llama()), slices=2, context="host")
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", refuse)
-        with pytest.raises(SlipstreamError, match=r"don't fit in .* \(No space left on device\). Set TMPDIR"):
+        with pytest.raises(SlipstreamError, match=problem):
             pipe.step(tokens(), tokens())
     assert torch.isfinite(pipe.step(tokens(), tokens()))
 
