@@ -137,7 +137,8 @@ class _SliceAttention(torch.autograd.Function):
             for block in site.store.key_gradients(site.call, site.ranges, here.ranges):
                 # none of the query's gradient yet, in whose place the query stands
                 buffers = TileGradients(query, *block.sums)
-                computing = ctx.backend(here._replace(ranges=block.ranges))
+                there = here if block.ranges is here.ranges else here._replace(ranges=block.ranges)
+                computing = ctx.backend(there)
                 share, *made = computing.differentiate(queries, block.key, block.value, buffers)
                 if made:  # of the slice's own keys
                     finals = made
@@ -170,7 +171,9 @@ def _attend(
     """Returns the attention to the keys of all blocks, merged."""
     with _without_autocast(query):
         own = next(blocks)
-        output, logsumexp = backend(site._replace(ranges=own.ranges)).attend(query, own.key, own.value)
+        # Of a store on the device there is one block, with all that the slice sees.
+        own_site = site if own.ranges is site.ranges else site._replace(ranges=own.ranges)
+        output, logsumexp = backend(own_site).attend(query, own.key, own.value)
         for block in blocks:
             computing = backend(site._replace(ranges=block.ranges))
             output = output.to(logsumexp.dtype)
