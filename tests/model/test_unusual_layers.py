@@ -102,6 +102,11 @@ def test_with_split_backwards_recomputation_and_offload(name: str, settings: dic
     assert error_of(name, self_check=False, **settings) < BOUND
 
 
+@pytest.mark.parametrize("name", first_of([*SPARSE], 1))
+def test_queries_that_select_no_key_of_a_block_on_the_host(name: str) -> None:
+    assert error_of(name, self_check=False, context="host", slices=[16] * 6) < BOUND
+
+
 CUTS: list[dict[str, Any]] = [
     {"schedule": "zb-h1", "recompute": "selective", "num_ranks": 3, "partition": [1, 2, 1]},
     {"schedule": "interleaved-1f1b", "stages_per_rank": 2, "recompute": "full"},

@@ -27,10 +27,10 @@ from slipstream.units import bytes_text
 class KeyBlock(NamedTuple):
     """Some keys and values that a slice's queries see, and in a backward the sums of their gradients."""
 
-    ranges: KeyRanges  # which of these keys each query sees
+    ranges: KeyRanges  # the keys visible to each query
     key: Tensor  # (B,Hkv,n,D), from the first key on that any query sees
     value: Tensor  # (B,Hkv,n,Dv)
-    sums: tuple[Tensor, ...] = ()  # in a backward, the gradients of both so far, in float32 or wider
+    sums: tuple[Tensor, ...] = ()  # sums of both gradients in float32 or wider; empty in a forward
 
 
 class HostBlock(Protocol):
@@ -173,7 +173,7 @@ class PinnedBlock:
 
     def __init__(self, memory: PinnedMemory, key: Tensor, value: Tensor) -> None:
         self._memory = memory
-        self._kept = [_pinned(each, each.dtype) for each in (key, value)]
+        self._kept = [_pinned(each) for each in (key, value)]
         self._written = memory.copy_out((key, value), self._kept)
         self._there = [key, value]  # until the slice has attended to its own keys
         self._arrived: torch.cuda.Event | None = None
@@ -205,7 +205,7 @@ class PinnedBlock:
         if len(self._there) == 4:
             sums = self._there[2:]
             if len(self._kept) == 2:
-                self._kept += [_pinned(each, each.dtype) for each in sums]
+                self._kept += [_pinned(each) for each in sums]
             self._written = self._memory.copy_out(sums, self._kept[2:])
         self._there = []
 
@@ -215,9 +215,9 @@ class PinnedBlock:
         return sum(tensor.nbytes for tensor in self._kept)
 
 
-def _pinned(like: Tensor, dtype: torch.dtype) -> Tensor:
+def _pinned(like: Tensor) -> Tensor:
     """Returns pinned memory for a tensor, with heads and tokens in the order in which the device has them."""
-    return torch.empty_like(like, dtype=dtype, device="cpu", pin_memory=True)
+    return torch.empty_like(like, device="cpu", pin_memory=True)
 
 
 def streamed(blocks: Sequence[tuple[int, HostBlock, KeyRanges]], with_sums: bool) -> Iterator[KeyBlock]:

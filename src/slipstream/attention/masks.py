@@ -214,7 +214,7 @@ class KeyRanges:
             keys_end = None if end == self.end else end
             first_key = self.first_key.clamp(min=begin)
             if bool((first_key == begin).all()):
-                # There is one of these for each pair of slices, which so takes the memory of a number.
+                # Each pair of slices keeps its ranges: where all first keys are equal, one number is stored.
                 first_key = torch.tensor([[begin]]).expand(1, self.end - self.start)
             self._over[begin, end] = KeyRanges(first_key, self.start, keys_end)
         return self._over[begin, end]

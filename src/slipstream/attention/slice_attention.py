@@ -126,7 +126,8 @@ class _SliceAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         query, output, logsumexp, sinks, selected = ctx.saved_tensors
         site: AttentionSite = ctx.site
-        here, exchange = _selecting(site.here, selected), site.exchange
+        here = _selecting(site.here, selected)
+        exchange = site.exchange
         # The gradient gets other tensors' layout here, once, and not for every rectangle.
         if not grad_output.transpose(1, 2).is_contiguous():
             grad_output = grad_output.transpose(1, 2).contiguous().transpose(1, 2)
@@ -140,8 +141,8 @@ class _SliceAttention(torch.autograd.Function):
                 there = here if block.ranges is here.ranges else here._replace(ranges=block.ranges)
                 computing = ctx.backend(there)
                 share, *made = computing.differentiate(queries, block.key, block.value, buffers)
-                if made:  # of the slice's own keys
-                    finals = made
+                # Only the first block has the slice's own keys, whose gradients a kernel may have finished.
+                finals = finals or made
                 # Each block's share is rounded to the query's dtype, their sum is not.
                 grad_query = share if grad_query is None else share.to(logsumexp.dtype).add_(grad_query)
             assert grad_query is not None, "the first block has the queries' own keys"

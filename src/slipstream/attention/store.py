@@ -159,7 +159,8 @@ class ContextStore:
         """Writes a slice's key (B,Hkv,T,D) and value (B,Hkv,T,Dv) to the device; returns the buffers of the whole
         sequence."""
         context = self._written_slice(call, ranges)
-        is_new = not context.buffers  # in a replay too, where they were dropped
+        # A replay needs new ones where its buffers were dropped.
+        is_new = not context.buffers
         if is_new:
             context.buffers = [_buffer(part, self.length) for part in (key, value)]
         if is_new or not self.is_replaying:

@@ -182,7 +182,8 @@ def _with_parts(
     slices: tuple[int, ...],
     update: Update,
 ) -> MemoryTable:
-    last, stages = schedule.num_stages - 1, schedule.vocabulary_stages
+    last = schedule.num_stages - 1
+    stages = schedule.vocabulary_stages
     state = update.held
     head = StageParts(len(costs.parts) - 1, len(costs.parts))
     rows = -(-costs.vocab_size // schedule.num_ranks)

@@ -167,7 +167,8 @@ class ModelCount:
     dtype: str
     dtype_bytes: int
     tied: bool = False  # the head's weight is the embedding's
-    halves: tuple[tuple[PartCount, PartCount], ...] = ()  # those of each kind of layer; none where layers can't be cut
+    # The two halves of each kind of layer; empty where layers can't be cut.
+    halves: tuple[tuple[PartCount, PartCount], ...] = ()
 
     @property
     def whole(self) -> range:

@@ -128,7 +128,8 @@ class ProfileSource:
     # Fused kernels are in the times already.
     fused = False
     # Both are unknown, so nothing can be planned with them.
-    memory, host = float("inf"), None
+    memory = float("inf")
+    host = None
 
     def __init__(self, profile: Profile, num_ranks: int) -> None:
         if num_ranks < 1:

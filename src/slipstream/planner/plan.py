@@ -254,9 +254,11 @@ class Plan:
             "slices": self.num_slices if self.slices is OPEN else [int(length) for length in self.slices],
             "partition": OPEN if self.partition is OPEN else [*map(_whole, self.partition)],
         }
-        if isinstance(self.schedule, Schedule):  # which has its own
+        # An order says its own stages.
+        if isinstance(self.schedule, Schedule):
             sections["pipeline"]["stages_per_rank"] = OPEN
-        if self.context_parallel in (OPEN, 1):  # which exchanges nothing
+        # Without ranks that share slices nothing is exchanged.
+        if self.context_parallel in (OPEN, 1):
             sections["parallel"]["context_exchange"] = OPEN
         return {
             name: {setting: value for setting, value in section.items() if value is not OPEN}
@@ -289,7 +291,8 @@ class Plan:
             "slices": tuple(slices) if isinstance(slices, Sequence) else OPEN,
             "partition": OPEN if (cut := _given(pipeline, "partition")) is OPEN else tuple(map(_whole, cut)),
         }
-        if decides_mesh and values["context_parallel"] == 1:  # which exchanges nothing
+        # Without ranks that share slices the exchange doesn't matter.
+        if decides_mesh and values["context_parallel"] == 1:
             values["context_exchange"] = ONE_DEVICE.context_exchange
         if isinstance(values["schedule"], Schedule):
             values["stages_per_rank"] = OPEN

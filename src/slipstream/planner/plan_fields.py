@@ -192,7 +192,8 @@ _WAYS = tuple(
         meaning=way.meaning,
     )
     for way in SHARED_WORK
-    if way.axis != "tp"  # which stands beside the pipeline's ranks
+    # Tensor parallelism is in the column of the mesh.
+    if way.axis != "tp"
 )
 
 PLAN_FIELDS: Mapping[str, PlanField] = {

@@ -57,8 +57,8 @@ def cut_lines(prediction: Prediction) -> list[str]:
 class Column(NamedTuple):
     """A column of the table of predictions."""
 
-    text: Callable[[Prediction], str]  # of a cell
-    meaning: str = ""  # in the legend; "" where the heading says it
+    text: Callable[[Prediction], str]  # a cell's text
+    meaning: str = ""  # the legend's words; "" for a heading that needs none
 
 
 def _chosen(field: PlanField) -> Column:

@@ -152,7 +152,7 @@ class Balance:
     imbalance: float  # the slowest rank's cost over the mean
     rank: int  # the slowest
     layer: str  # the costliest uncut layer of that rank
-    share: float  # that layer's cost over the mean rank's
+    share: float  # cost of the dearest layer over the mean rank's
 
     def __str__(self) -> str:
         return (
