@@ -41,6 +41,9 @@ _ROUNDING = 1e-12  # of a step: causes are differences
 _ROUNDING_OF_BYTES = 1e-9
 _EFFORT = 0.05  # of a run's search
 _EFFORT_OF_ROWS = 2e7  # actions
+# Choices that have come since the plans were kept, and what they were before
+_SINCE: dict[str, Any] = {"context": "device"}
+_KEPT = tuple(name for name in CHOICES if name not in _SINCE)
 
 
 def answer(request: Request) -> Answer:
@@ -84,12 +87,12 @@ def _counted(request: Request) -> Answer:
         asked["freeze"] = ["transformer.h.0.*", "transformer.wte.*", "transformer.wpe.*"]
     if "lora" in request:
         asked["lora"] = LoraConfig(**request["lora"], task_type="CAUSAL_LM")
-    return _of_plan(slipstream.plan(config, **asked, **request["options"]))
+    return _of_plan(slipstream.plan(config, **asked, **_SINCE | request["options"]))
 
 
 def _measured(request: Request) -> Answer:
     source = ProfileSource(_profile(request["profile"]), request["num_ranks"])
-    options = PlanOptions(**request["options"])
+    options = PlanOptions(**_SINCE | request["options"])
     return _of_plan(find_plan(ClusterProblem(source, request["seq_len"], request["global_batch"], options=options)))
 
 
@@ -106,7 +109,7 @@ def _of_plan(plan: slipstream.PlanReport) -> Answer:
 
 def _in_short(prediction: Prediction) -> list[Any]:
     """Returns the choices and the seconds."""
-    return [[*map(prediction.plan.choice, CHOICES)], prediction.step_seconds]
+    return [[*map(prediction.plan.choice, _KEPT)], prediction.step_seconds]
 
 
 def _without_rounding(seconds: float, prediction: Prediction) -> float:
@@ -116,7 +119,7 @@ def _without_rounding(seconds: float, prediction: Prediction) -> float:
 def _of_prediction(prediction: Prediction) -> Answer:
     causes, plan = prediction.seconds_by_cause, prediction.plan
     return {
-        "configuration": {name: plan.choice(name) for name in CHOICES},
+        "configuration": {name: plan.choice(name) for name in _KEPT},
         "partition": [*plan.partition],
         "placement": [*plan.placement],
         "slices": [*plan.slices],

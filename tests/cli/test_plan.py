@@ -34,24 +34,10 @@ from support.forked import slipstream_command
 from support.hand_made_plan import MODEL, make_plan
 from support.hybrids import HYBRIDS
 from support.parameters import first_of
+from support.small_clusters import CLUSTER
 from support.tiny_training import run_training, steps_of
 
 SEQ_LEN = 64
-CLUSTER: dict[str, Any] = {
-    "name": "two-small-nodes",
-    "num_nodes": 2,
-    "devices_per_node": 2,
-    "device": {
-        "name": "small",
-        "flops": {"float32": 1e9, "bfloat16": 2e9},
-        "memory": 1e9,
-        "memory_bandwidth": 1e10,
-        "kernel_seconds": 0,
-        "matmul_efficiency": 1,
-    },
-    "inside": {"bandwidth": 1e10, "latency": 1e-6},
-    "between": {"bandwidth": 1e9, "latency": 1e-5},
-}
 
 
 @pytest.fixture

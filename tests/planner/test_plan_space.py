@@ -207,7 +207,7 @@ def test_a_plan_is_evaluated_without_a_search(schedule: str, recompute: str, off
     costs = space.costs(plan.degrees, plan.microbatch_size)
     alone = evaluate(space.predict(found).plan, costs, GlobalBatch(SEQ_LEN, 8), source_of.state, source_of.host)
     assert alone.causes == found.causes
-    assert (alone.seconds, alone.peaks(), alone.host_peak()) == (found.seconds, found.peaks(), found.host_peak())
+    assert (alone.seconds, alone.peaks(), alone.host_peaks()) == (found.seconds, found.peaks(), found.host_peaks())
 
 
 def test_its_memory_is_that_of_the_schedule_that_runs() -> None:
@@ -304,7 +304,7 @@ def test_a_long_step_is_extrapolated_from_its_first_and_last_microbatches(schedu
         assert sum(few.causes.values()) == pytest.approx(few.seconds)
         assert few.causes == pytest.approx(whole.causes, abs=2e-3 * whole.seconds)
         assert few.peaks() == pytest.approx(whole.peaks(), rel=1e-6)
-        assert few.host_peak() == pytest.approx(whole.host_peak(), rel=1e-6)
+        assert few.host_peaks() == pytest.approx(whole.host_peaks(), rel=1e-6)
         first, second = space.predict(few), space.predict(whole)
         assert first.plan.num_microbatches == 400 // stages
         assert first.peak_memory == pytest.approx(second.peak_memory, rel=1e-6)

@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from slipstream.cost import Amount, AttentionCall, AttentionWindow, CountedSource, ModelCount, OpCount, PartCount
 from slipstream.cost.cluster import Cluster, parse_cluster
 from slipstream.schedule import Op
 
 SEQ_LEN = 512
+CLUSTER: dict[str, Any] = {
+    "name": "two-small-nodes",
+    "num_nodes": 2,
+    "devices_per_node": 2,
+    "device": {
+        "name": "small",
+        "flops": {"float32": 1e9, "bfloat16": 2e9},
+        "memory": 1e9,
+        "memory_bandwidth": 1e10,
+        "kernel_seconds": 0,
+        "matmul_efficiency": 1,
+    },
+    "inside": {"bandwidth": 1e10, "latency": 1e-6},
+    "between": {"bandwidth": 1e9, "latency": 1e-5},
+}
 
 
 def gpt(num_layers: int, hidden: int, heads: int, vocab: int = 51200, dtype: str = "float16") -> ModelCount:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Mapping
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from slipstream.planner import PlanReport
+    from slipstream.planner.report import Column
 
 _List = str | None
 
@@ -38,7 +39,10 @@ def plan(
         ),
     ] = None,
     *,
-    seq_len: Annotated[int, count("Tokens per sequence.")],
+    seq_len: Annotated[int | None, count("Tokens per sequence.")] = None,
+    longest: Annotated[
+        bool, Option("--longest", help="Print the longest sequence that fits, for each way to save memory.")
+    ] = False,
     global_batch: Annotated[int, count("Sequences per step, over all devices.")],
     num_nodes: Annotated[
         int | None, count("Nodes of the cluster. Default: one of a named cluster, of a file as many as it says.")
@@ -63,6 +67,7 @@ def plan(
     slicing: Annotated[_List, _choices("Where slices are cut: equal-time, exact, auto")] = None,
     recompute: Annotated[_List, _choices("Recomputation: none, selective, full, stage, stage+full")] = None,
     offload: Annotated[_List, _choices("Share of slices whose activations go to host memory, 0 to 1")] = None,
+    context: Annotated[_List, _choices("Where keys and values lie: on the device, or on the host")] = None,
     vocabulary: Annotated[_List, _choices("The head's rows: whole, or spread over the ranks of a pipeline")] = None,
     shard: Annotated[_List, _choices("What is sharded over the pipelines: none, optimizer, parameters")] = None,
     fused: Annotated[
@@ -86,7 +91,6 @@ def plan(
 ) -> None:
     """Find the fastest configuration to train MODEL on CLUSTER that fits its memory, and say why it is the fastest."""
     settings: dict[str, Any] = {
-        "seq_len": seq_len,
         "global_batch": global_batch,
         "num_nodes": num_nodes,
         "num_ranks": num_ranks,
@@ -99,9 +103,15 @@ def plan(
         **listed(int, context_parallel=context_parallel, expert_parallel=expert_parallel),
         **listed(int, microbatch_size=microbatch_size, num_slices=num_slices),
         **listed(str, schedule=schedule, slicing=slicing, recompute=recompute, shard=shard, vocabulary=vocabulary),
+        **listed(str, context=context),
         **listed(float, offload=offload),
     }
-    best_plan = _run(model, cluster, output, report, overwrite, **settings)
+    if longest:
+        _print_longest(model, cluster, **settings)
+        return
+    if seq_len is None:
+        raise SlipstreamError("--seq-len is missing: give the tokens of a sequence, or --longest.")
+    best_plan = _run(model, cluster, output, report, overwrite, seq_len=seq_len, **settings)
     for line in training_lines(best_plan, tokens, price_per_device_hour):
         print(line)
     print(f"wrote {output}" + (f" and {report}" if report is not None else ""))
@@ -176,6 +186,38 @@ def _run(
     return best_plan
 
 
+def _print_longest(model: str, cluster: str | None, num_ranks: int | None, num_best: int, **settings: Any) -> None:
+    """Prints the longest sequence that fits a cluster, with one way after another to save memory."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    from slipstream.cluster_plans.described_model import DescribedModel
+    from slipstream.cluster_plans.longest import longest_sequences
+    from slipstream.units import bytes_text, seconds_text
+
+    if cluster is None or cluster.endswith(".json") or num_ranks is not None:
+        raise SlipstreamError("--longest needs a cluster, whose memory is known: give its name, such as h100-dgx.")
+    columns = "saved by", "longest sequence", "step", "memory", "host memory", "plan"
+    table = Table(*columns, box=SIMPLE_HEAD, pad_edge=False)
+    described = DescribedModel(model)
+    if described.lora is not None:
+        settings |= _adapter_settings(described.lora, described.section)
+    with spinner("counting the model's operations") as change:
+
+        def show(what: str, done: int, total: int) -> None:
+            change(f"{what}: {done:,}" + (f" of at most {total:,}" if total else ""))
+
+        for found in longest_sequences(described, cluster, progress=show, **settings):
+            cells = [found.savings or "nothing", f"{found.tokens:,} tokens" if found.tokens else "nothing fits"]
+            if found.report is not None:
+                best = found.report.best
+                cells += [seconds_text(best.step_seconds), bytes_text(best.peak_memory)]
+                cells += [bytes_text(best.peak_host_memory), best.plan.describe()]
+            table.add_row(*cells)
+    print_table(table)
+    print("Computed, not measured. The next row may also use what the rows above save.")
+
+
 def _adapter_settings(section: dict[str, Any], model: dict[str, Any]) -> dict[str, Any]:
     """Returns the adapter of a training configuration as arguments of `slipstream.plan`."""
     from pydantic import ValidationError
@@ -191,7 +233,15 @@ def _adapter_settings(section: dict[str, Any], model: dict[str, Any]) -> dict[st
 
 
 def _print(plan: PlanReport) -> None:
-    from slipstream.planner.report import cut_lines, legend_text, reasons, search_text, shared_choices, shared_text
+    from slipstream.planner.report import (
+        cut_lines,
+        legend_text,
+        reasons,
+        search_text,
+        shared_choices,
+        shared_text,
+        shown_columns,
+    )
     from slipstream.units import plural
 
     console = make_console()
@@ -200,14 +250,15 @@ def _print(plan: PlanReport) -> None:
         console.print(text, markup=False)
 
     shared = shared_choices(plan.predictions)
-    plans, memory = _tables(plan, shared)
+    columns = shown_columns(plan.predictions)
+    plans, memory = _tables(plan, columns)
     say(f"{plan.model} on {plan.cluster}, {plural(plan.num_devices, 'device')}")
     for note in plan.trained:
         say(note)
     print_table(plans)
     if shared:
         say(shared_text(shared))
-    say("Computed, not measured: each step was simulated. " + legend_text(shared))
+    say("Computed, not measured: each step was simulated. " + legend_text(columns))
     for line in cut_lines(plan.best):
         say(line)
     say()
@@ -218,15 +269,14 @@ def _print(plan: PlanReport) -> None:
     say(search_text(plan))
 
 
-def _tables(plan: PlanReport, shared: Container[str]) -> tuple[Table, Table]:
-    """Returns the best plans without the choices that are `shared`, and the memory of the best one's fullest rank."""
+def _tables(plan: PlanReport, columns: Mapping[str, Column]) -> tuple[Table, Table]:
+    """Returns the best plans by columns, and the memory of the best one's fullest rank."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    from slipstream.planner.report import COLUMNS, memory_text
+    from slipstream.planner.report import memory_text
     from slipstream.units import bytes_text
 
-    columns = {name: column for name, column in COLUMNS.items() if name not in shared}
     plans = Table(*columns, box=SIMPLE_HEAD, pad_edge=False)
     for prediction in plan.predictions:
         plans.add_row(*(column.text(prediction) for column in columns.values()))

@@ -179,6 +179,15 @@ class Costs(ABC):
         """The bytes of their gradients, (kinds,)."""
         return np.zeros(self.num_kinds)
 
+    def each_reach(self, contexts: Ints) -> Floats:
+        """Returns how many of the tokens before a slice its first query attends to, (kinds, slices)."""
+        return np.broadcast_to(np.asarray(contexts, float), (self.num_kinds, len(contexts)))
+
+    @property
+    def on_host(self) -> Costs | None:
+        """The costs that say how large the keys and values are that lie on the host. None: all are on the device."""
+        return None
+
     @cached_property
     def each_number(self) -> Numbers:
         """The numbers of parameters, (kinds,)."""

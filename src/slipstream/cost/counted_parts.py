@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.array_types import Floats
+from slipstream.array_types import Floats, Ints
 from slipstream.cost.costs import Costs
 from slipstream.cost.operation_counts import ModelCount, PartCount
 from slipstream.cost.sharing import Divided, Sharing
@@ -106,6 +106,14 @@ class CountedParts(Costs):
     def each_context_gradient(self) -> Floats:
         has_gradient = self._each(lambda part: part.has_context_gradient)
         return self.each_context * has_gradient * 4 / self.model.dtype_bytes
+
+    def each_reach(self, contexts: Ints) -> Floats:
+        rows = []
+        for part in self.model.of_kind:
+            sizes = np.array([self.sharing.call_keys_bytes(call) for call in part.attentions])
+            reached = np.array([call.window.context_keys(contexts) for call in part.attentions], float)
+            rows.append(sizes @ reached / sizes.sum() if len(sizes) else np.zeros(len(contexts)))
+        return np.stack(rows)
 
     def logits_gradient_bytes(self, layers: Stage, length: int) -> float:
         """Returns the gradient of a slice's logits in float32, made before any activation is freed; 0 without the

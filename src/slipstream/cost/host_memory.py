@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any, NamedTuple
 
 
@@ -15,3 +16,12 @@ class HostMemorySpec(NamedTuple):
     def copy_seconds(self, num_bytes: Any) -> Any:
         """Returns the seconds of a copy to the host, or of one back."""
         return self.latency + num_bytes / self.bandwidth
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether what is on the host is copied to the device to be used."""
+        return self.bandwidth < inf
+
+
+ANY_HOST = HostMemorySpec(bandwidth=inf, latency=0.0, capacity=inf)
+"""The host of a device whose processor works on the host's memory, or whose copies aren't known."""

@@ -8,6 +8,8 @@ from functools import partial
 from itertools import product
 from typing import NamedTuple
 
+import numpy as np
+
 from slipstream.cost.costs import Costs
 from slipstream.cost.mode import WithoutLookups
 from slipstream.cost.update import Update
@@ -92,8 +94,57 @@ def memory_table(
         parameters=per_stage(partial(costs.weight_bytes, each=state.weights)),
         gradients=gradients,
         optimizer=per_stage(lambda stage: state.optimizer * costs.num_optimized(stage, update)),
+        on_host={
+            (g, *key): footprint
+            for g, stage in enumerate(stages)
+            for key, footprint in _on_host(costs, stage, slices, is_lone).items()
+        },
         like=like,
     )
+
+
+def _on_host(costs: Costs, stage: Stage, slices: tuple[int, ...], is_lone: bool) -> dict[tuple[int, Op], Footprint]:
+    """Returns the bytes of keys, values and their gradients that the actions of one stage have on the host, by (slice,
+    op).
+
+    A slice's forward leaves its keys and values there. In a backward each layer makes the sums of the gradients of all
+    slices that it attends to, unless a later one has, and frees what the slice itself has.
+
+    Args:
+        costs: of stages.
+        stage: the parts of the stage.
+        slices: tokens of each.
+        is_lone: whether each layer's keys and values are made for its forward, and again for its backward.
+    """
+    if (there := costs.on_host) is None:
+        return {}
+    length = sum(slices)
+    if is_lone:
+        one = _LargestLayer.of(there, stage, length)
+        backward = Footprint(0.0, one.keys + one.key_gradients)
+        return {(0, Op.F): Footprint(0.0, one.keys), (0, Op.B): backward, (0, Op.I): backward}
+    has_backward = there.has_backward(stage)
+    # Of each part, the last one first, as a backward has them.
+    kinds = [there.parts[part] for part in reversed(there.parts_of(stage))]
+    keys, sums = there.each_context[kinds], there.each_context_gradient[kinds]
+    ends = np.cumsum(np.array(slices, np.int64))
+    starts = ends - np.array(slices, np.int64)
+    # The first token of the first slice with a key that each slice sees, (parts, slices).
+    first = np.searchsorted(starts, starts - there.each_reach(starts)[kinds], side="right") - 1
+    since = starts[first]
+    # A later slice has made the sums from there on.
+    until = np.minimum(ends, np.concatenate([since[:, 1:], np.full_like(since[:, :1], length)], axis=1))
+    made = sums[:, None] * np.maximum(0, until - since)
+    freed = np.outer(keys + sums, slices)
+    most = np.cumsum(made, axis=0) - np.cumsum(freed, axis=0) + freed
+    found = dict[tuple[int, Op], Footprint]()
+    for s, own in enumerate(slices):
+        left = own * float(keys.sum())
+        is_dropped = s == len(slices) - 1 and not has_backward
+        found[s, Op.F] = Footprint(left - is_dropped * length * float(keys.sum()), left)
+        backward = Footprint(float(made[:, s].sum() - freed[:, s].sum()), float(most[:, s].max()))
+        found[s, Op.B] = found[s, Op.I] = backward
+    return found
 
 
 def _footprints(

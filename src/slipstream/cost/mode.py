@@ -7,27 +7,29 @@ changes costs is applied in this order:
    those of one rank already.
 2. What is trained: of counted models by the counts, of measured times by `PartlyTrained`.
 3. Which weights are elsewhere: `WithoutHead`, `WithoutLookups`, in either order.
-4. The update that ends a step, whose state may be spread (`slipstream.cost.update`).
+4. Where keys and values lie: `ContextOnHost`.
+5. The update that ends a step, whose state may be spread (`slipstream.cost.update`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from slipstream.array_types import Floats
+from slipstream.array_types import Floats, Ints
 from slipstream.cost.action_bytes import ActionBytes
 from slipstream.cost.costs import Costs, LinkTime
+from slipstream.cost.host_memory import ANY_HOST, HostMemorySpec
 from slipstream.cost.operation_counts import ModelCount, PartCount
 from slipstream.cost.sharing import Copies, Divided
 from slipstream.cost.update import Numbers, Update
 from slipstream.cost.work import OPS, Stage, StageParts, Work
 from slipstream.options import Degrees
-from slipstream.schedule import Op
+from slipstream.schedule import BACKWARDS, Op
 from slipstream.simulator import TableCost
 
 
@@ -120,6 +122,13 @@ class Mode(Costs):
     @cached_property
     def each_context_gradient(self) -> Floats:
         return self.costs.each_context_gradient
+
+    def each_reach(self, contexts: Ints) -> Floats:
+        return self.costs.each_reach(contexts)
+
+    @property
+    def on_host(self) -> Costs | None:
+        return self.costs.on_host
 
     @cached_property
     def each_number(self) -> Numbers:
@@ -246,6 +255,9 @@ class PartlyTrained(Mode):
     def each_context_gradient(self) -> Floats:
         return self.costs.each_context_gradient[self._measured] * self.each_has_backward
 
+    def each_reach(self, contexts: Ints) -> Floats:
+        return self.costs.each_reach(contexts)[self._measured]
+
     @cached_property
     def each_number(self) -> Numbers:
         before, now = self._held(lambda part: (part.num_parameters, part.num_in_experts))
@@ -313,6 +325,9 @@ class WithoutHead(Mode):
     def each_context_gradient(self) -> Floats:
         return _and_nothing(self.costs.each_context_gradient)
 
+    def each_reach(self, contexts: Ints) -> Floats:
+        return _and_nothing(self.costs.each_reach(contexts))
+
     @cached_property
     def each_number(self) -> Numbers:
         return Numbers(*map(_and_nothing, self.costs.each_number))
@@ -347,8 +362,25 @@ class WithoutLookups(Mode):
 class ContextOnHost(Mode):
     """Costs of a device that has no keys, values and gradients of them, as these lie on the host.
 
-    The blocks of them that are on their way aren't counted, and neither is the time in which a slice waits for them.
+    A slice fetches those of earlier slices, block after block, while it attends to the blocks before; its own ones,
+    which its backward needs first, it waits for. In a backward the sums of the gradients come and go with them:
+
+        seconds = max(all that is computed, what is computed without context + bytes of the context / bandwidth)
+                  + bytes of the slice's own / bandwidth          in a backward, or a forward that runs again
+
+    So copies are hidden where slices are long: of a slice of n tokens, one of the context takes n times its scores, and
+    its bytes once.
+
+    Args:
+        costs: those with keys and values on the device.
+        host: whose memory they are in.
     """
+
+    host: HostMemorySpec
+
+    @property
+    def on_host(self) -> Costs | None:
+        return self.costs
 
     @cached_property
     def each_context(self) -> Floats:
@@ -358,7 +390,37 @@ class ContextOnHost(Mode):
     def each_context_gradient(self) -> Floats:
         return 0.0 * self.costs.each_context_gradient
 
+    def each_seconds(self, work: Work) -> Floats:
+        seconds = self.costs.each_seconds(work)
+        if not self.host.is_apart or work.op is Op.W:
+            return seconds
+        keys = self.costs.each_context
+        sums = self.costs.each_context_gradient
+        own = 0.0 * keys
+        moved = keys
+        if work.op in BACKWARDS:
+            own = self.each_has_backward * (keys + sums)
+            moved = self.each_has_backward * (keys + 2 * sums)
+        elif work.op is Op.R:
+            own = keys
+        copied = moved[:, None] * self.costs.each_reach(work.contexts)
+        alone = self.costs.each_seconds(work._replace(contexts=np.zeros_like(work.contexts)))
+        longest = np.maximum(seconds, alone + copied / self.host.bandwidth)
+        return longest + np.outer(own, work.lengths) / self.host.bandwidth
 
-def with_context(costs: Costs, place: str) -> Costs:
+    def action_bytes(self, stage: Stage, length: int) -> ActionBytes:
+        action = self.costs.action_bytes(stage, length)
+        if not self.host.is_apart:
+            return action
+        # Blocks are about as long as the slice: one is used, and the next one comes; in a backward the one before goes.
+        has = self.count(stage) > 0
+        keys = length * float((self.costs.each_context * has).max())
+        sums = length * float((self.costs.each_context_gradient * has).max())
+        more = {Op.F: 2 * keys, Op.B: 2 * keys + 3 * sums, Op.I: 2 * keys + 3 * sums, Op.W: 0.0}
+        peaks = {op: peak + more.get(op, 0.0) for op, peak in action.peaks.items()}
+        return replace(action, peaks=peaks, alone=action.alone + more[Op.F])
+
+
+def with_context(costs: Costs, place: str, host: HostMemorySpec | None) -> Costs:
     """Returns the costs where keys and values lie on the "device" or on the "host"."""
-    return ContextOnHost(costs) if place == "host" else costs
+    return ContextOnHost(costs, host or ANY_HOST) if place == "host" else costs

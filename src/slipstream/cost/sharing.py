@@ -377,8 +377,11 @@ class Sharing:
 
     def keys_bytes(self, part: PartCount) -> float:
         """Returns the bytes of a token's keys and values, of one sequence."""
-        widths = ((self.key_heads(call), call.key_width + call.value_width) for call in part.attentions)
-        return sum(heads * width for heads, width in widths) * self.model.dtype_bytes
+        return sum(map(self.call_keys_bytes, part.attentions))
+
+    def call_keys_bytes(self, call: AttentionCall) -> int:
+        """Returns the bytes of a token's keys and values in one attention call, of one sequence."""
+        return self.key_heads(call) * (call.key_width + call.value_width) * self.model.dtype_bytes
 
 
 # --- what is possible ------------------------------------------------------------------------------------------------

@@ -51,6 +51,7 @@ class Plan:
         recompute: "none", "selective", "full", "stage" or "stage+full". Trainings also have "segments", and the
             number of a stage's layers, such as "3", of which no costs are known.
         offload: the share of slices whose activations are offloaded to host memory, 0 to 1.
+        context: where keys and values lie: on the "device" or the "host".
         shard: what is sharded over the ranks with the same weights: "none", the "optimizer"'s state, or the
             "parameters" too.
         slicing: how slices are found: "equal-time", or "exact", TeraPipe's optimum for equal stages; "auto": together
@@ -75,6 +76,7 @@ class Plan:
     num_slices: int = OPEN
     recompute: str = OPEN
     offload: float = OPEN
+    context: str = OPEN
     shard: str = OPEN
     slicing: str = OPEN
     context_parallel: int = OPEN

@@ -276,6 +276,17 @@ PLAN_FIELDS: Mapping[str, PlanField] = {
             title="offload",
         ),
         PlanField(
+            name="context",
+            names=("device", "host"),
+            setting="memory.context",
+            absent="device",
+            plain="device",
+            said="context on the {}",
+            called="context on the",
+            title="context",
+            meaning="where keys and values lie",
+        ),
+        PlanField(
             name="vocabulary",
             names=("whole", "spread"),
             setting="pipeline.vocabulary",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from math import isfinite
 from pathlib import Path
@@ -74,14 +74,23 @@ COLUMNS: Mapping[str, Column] = _CHOSEN | {
     "MFU": Column(lambda p: share_text(p.mfu), "the share of the devices' peak that the model's own FLOPs take"),
     "idle": Column(lambda p: share_text(p.idle_fraction), "the share of the ranks' time without computation"),
     "memory": Column(lambda p: memory_text(p), "of the fullest rank"),
+    "host memory": Column(lambda p: bytes_text(p.peak_host_memory), "of the fullest rank's host, for that rank alone"),
 }
 """The columns of the table of predictions, by their headings: first what is chosen, then what is predicted."""
 
 
-def legend_text(left_out: Container[str] = ()) -> str:
+def shown_columns(predictions: Sequence[Prediction]) -> dict[str, Column]:
+    """Returns the columns of some predictions: without choices that are the same in every row, and without the host
+    where nothing is there."""
+    left_out = {*shared_choices(predictions)}
+    if not any(prediction.peak_host_memory for prediction in predictions):
+        left_out.add("host memory")
+    return {name: column for name, column in COLUMNS.items() if name not in left_out}
+
+
+def legend_text(columns: Mapping[str, Column] = COLUMNS) -> str:
     """Returns the columns' meanings, in a line."""
-    meanings = {name: column.meaning for name, column in COLUMNS.items() if column.meaning and name not in left_out}
-    return "; ".join(f"{name}: {what}" for name, what in meanings.items()) + "."
+    return "; ".join(f"{name}: {column.meaning}" for name, column in columns.items() if column.meaning) + "."
 
 
 def memory_text(prediction: Prediction) -> str:
@@ -255,7 +264,7 @@ def _headline(plan: PlanReport) -> str:
 
 def _table(plan: PlanReport) -> str:
     shared = shared_choices(plan.predictions)
-    columns = {name: column.text for name, column in COLUMNS.items() if name not in shared}
+    columns = {name: column.text for name, column in shown_columns(plan.predictions).items()}
     columns["memory"] = lambda prediction: bytes_text(prediction.peak_memory)  # the headline has the limit, too
     cells = [[text(prediction) for text in columns.values()] for prediction in plan.predictions]
     rows = [(f"plan {place}", *row) for place, row in enumerate(cells, 1)]

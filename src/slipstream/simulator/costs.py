@@ -283,6 +283,7 @@ class MemoryTable:
         optimizer: per stage.
         vocabulary_bytes: per V and L of a spread head and slice, the buffer of its message, header included; and per E,
             where it isn't as large as a message between stages.
+        on_host: of actions whose keys, values and gradients lie on the host, the bytes there, by (stage, slice, op).
         w_shares: per slice, whether W of the first stage works on the very gradient of its input that EW adds, as that
             of learned positions does, which are added to the embeddings.
         like: of each stage, the one whose footprints it has; not given: its own.
@@ -298,6 +299,7 @@ class MemoryTable:
     gradients: Mapping[tuple[int, Op], float] = field(default_factory=dict)
     optimizer: Mapping[int, float] = field(default_factory=dict)
     vocabulary_bytes: Mapping[tuple[Op, int], float] = field(default_factory=dict)
+    on_host: Mapping[tuple[int, int, Op], Footprint] = field(default_factory=dict)
     w_shares: Mapping[int, bool] = field(default_factory=dict)
     like: Sequence[int] = ()
 
@@ -306,6 +308,11 @@ class MemoryTable:
         if (unit, op) not in self.footprints:
             raise SlipstreamError(f"No bytes for {op} of {unit}: add footprints[{unit}, Op.{op}].")
         return self.footprints[unit, op]
+
+    def host_footprint(self, stage: int, index: int, op: Op) -> tuple[float, float]:
+        """Returns the bytes of keys, values and gradients that an action leaves on the host, and needs there."""
+        found = self.on_host.get((stage, index, op))
+        return (0.0, 0.0) if found is None else (found.leaves, found.peak)
 
     def payload(self, index: int) -> float:
         """Returns the bytes of a slice's message, without its header."""

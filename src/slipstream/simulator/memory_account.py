@@ -68,6 +68,7 @@ class OrderBytes:
         made: the weight gradients of each stage's first action of `GRADIENT_MAKERS`, (4, stages): for B of I and W.
         context: the keys and values of each action's microbatch on its stage.
         context_gradients: their gradients.
+        on_host: those bytes that each action leaves of them on the host, and the most that it needs there, (2, action).
         payload: the message of each slice of each microbatch, without its header.
         header: of each message.
         buffers: of each op that sends a message of a spread head, with its header, for each slice of each microbatch.
@@ -84,6 +85,7 @@ class OrderBytes:
     made: Floats
     context: Floats
     context_gradients: Floats
+    on_host: Floats
     payload: Floats
     header: float
     buffers: Mapping[Op, Floats]
@@ -105,8 +107,8 @@ class OrderBytes:
     def host_peaks(self) -> Floats:
         """Returns the most bytes that each rank has on its host."""
         moved = self.leaves * self.arrays.is_one_of(Op.OFFLOAD, Op.RELOAD)
-        nothing = np.zeros(len(moved))
-        return row_peaks(self.arrays.firsts, -moved, nothing, nothing)
+        leaves, peaks = self.on_host
+        return row_peaks(self.arrays.firsts, -moved, peaks, -leaves)
 
     def memory(self, frees_late: bool = False) -> tuple[RankMemory, ...]:
         """Returns every rank's memory, action by action and by kind; see `memory_of`."""
@@ -391,6 +393,11 @@ def order_bytes(order: Schedule | ActionArrays, tables: MemoryTables, rank: int 
         sizes = np.array([[getattr(table, kind).get(g, 0.0) for g in stages] for table in every], float)
         return sizes[which[arrays.microbatch], stage]
 
+    on_host = np.zeros((2, len(stage)))
+    if any(table.on_host for table in every):
+        own = np.stack([which[arrays.microbatch], stage, arrays.slice, arrays.op], axis=1).tolist()
+        on_host = np.array([every[table].host_footprint(g, i, OPS[op]) for table, g, i, op in own], float).T
+
     keys = [*zip(which.tolist(), schedule.slice_counts, strict=True)]
 
     def per_slice(value: Any) -> Any:
@@ -405,6 +412,7 @@ def order_bytes(order: Schedule | ActionArrays, tables: MemoryTables, rank: int 
         first=np.array(first, float)[like],
         context=per_action("context"),
         context_gradients=per_action("context_gradients"),
+        on_host=on_host,
         payload=per_slice(MemoryTable.payload).astype(float),
         buffers={
             op: per_slice(partial(MemoryTable.buffer, op=op)).astype(float)

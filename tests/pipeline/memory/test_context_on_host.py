@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,12 @@ import torch
 from transformers import BloomConfig
 
 from slipstream import SlipstreamError
-from support.architectures import ARCHITECTURES, VOCABULARY, build, llama, tokens
+from slipstream.attention import key_blocks
+from slipstream.cost import ANY_HOST, CountedOperations, StateBytes
+from slipstream.planner.plan import ONE_DEVICE
+from slipstream.planner.search import GlobalBatch, evaluate
+from slipstream.profile import count_model
+from support.architectures import ARCHITECTURES, LENGTH, VOCABULARY, build, llama, tokens
 from support.exact_steps import documents_error, exact_pipe
 from support.live_memory import LiveMemory
 from support.observers import BeforeEach
@@ -65,6 +71,45 @@ def test_the_device_holds_no_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert not os.listdir(tmp_path)
     assert held["device"][1] == held["host"][0] == 0
     assert held["host"][1] >= held["device"][0] / 2
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral, window of 7"])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_the_account_knows_the_bytes_on_the_host(name: str, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exactly: all files that are there at the same time."""
+    there: list[int] = [0]
+    most: list[int] = [0]
+    made = key_blocks._mapped
+
+    def mapped(dtype: torch.dtype, *shapes: torch.Size) -> list[torch.Tensor]:
+        tensors = made(dtype, *shapes)
+        size = sum(each.nbytes for each in tensors)
+        there[0] += size
+        most[0] = max(most[0], there[0])
+        weakref.finalize(tensors[0].untyped_storage(), lambda: there.__setitem__(0, there[0] - size))
+        return tensors
+
+    config = ARCHITECTURES[name]
+    lengths = (24, 16, 16, 8)
+    pipe = make_pipe(
+        build(config).float(), schedule, num_microbatches=2, slices=[*lengths], num_ranks=1, context="host"
+    )
+    inputs = tokens(batch=2)
+    pipe.step(inputs, inputs)
+    monkeypatch.setattr(key_blocks, "_mapped", mapped)
+    pipe.step(inputs, inputs)
+
+    plan = ONE_DEVICE.closed(
+        schedule=schedule,
+        num_microbatches=2,
+        slices=lengths,
+        partition=(config.num_hidden_layers,),
+        context="host",
+    )
+    costs = CountedOperations(count_model(config, LENGTH, torch.float32))
+    account = evaluate(plan, costs, GlobalBatch(LENGTH, 2), StateBytes.of("float32"), ANY_HOST)
+    assert account.host_peaks() == [most[0]]
+    assert not there[0]
 
 
 def test_a_model_that_reads_all_keys_is_refused() -> None:

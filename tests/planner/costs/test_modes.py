@@ -11,6 +11,7 @@ import pytest
 from benchmarks.golden_plans.answers import _profile
 
 from slipstream.cost import (
+    ANY_HOST,
     LONE_UPDATE,
     ContextOnHost,
     Costs,
@@ -48,7 +49,12 @@ def test_modes_of_what_is_elsewhere_commute(degrees: Degrees) -> None:
     """What a part costs is the same whichever of them is applied first. Who shares the work, and what is trained, come
     before all of them; the update comes after."""
     costs = CountedCosts(counted(), load_cluster("h100-dgx"), degrees)
-    modes = (WithoutHead, WithoutLookups, ContextOnHost, partial(Tabulated, seq_len=SEQ_LEN, cuts=Cuts(1)))
+    modes = (
+        WithoutHead,
+        WithoutLookups,
+        partial(ContextOnHost, host=ANY_HOST._replace(bandwidth=5e10)),
+        partial(Tabulated, seq_len=SEQ_LEN, cuts=Cuts(1)),
+    )
     update = replace(LONE_UPDATE, copies=4, shard="optimizer")
     work = Work.of_slices(Op.B, (SEQ_LEN // 2, SEQ_LEN // 2))
 

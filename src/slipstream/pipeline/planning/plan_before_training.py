@@ -14,6 +14,7 @@ from transformers import PretrainedConfig
 
 from slipstream.comm import HEADER_BYTES
 from slipstream.cost import (
+    ANY_HOST,
     Costs,
     HeldBeside,
     MeasuredCosts,
@@ -97,6 +98,7 @@ class StartRequest(ExpectedBatch):
             data_parallel=self.replicas,
             microbatch_size=costs.microbatch_size,
             shard=self.parallel.shard,
+            context=self.context,
         )
         return mesh.closed(
             schedule=plan.schedule, slices=plan.slices, partition=plan.partition, recompute=plan.recompute
@@ -107,8 +109,7 @@ class StartRequest(ExpectedBatch):
         rows = self.num_microbatches * self.microbatch_size
         batch = GlobalBatch(self.seq_len, self.replicas * rows)
         beside = held_beside(rows * self.seq_len)
-        here = with_context(costs, self.context)
-        return evaluate(self.closed(plan, costs), here, batch, self.state, beside=beside)
+        return evaluate(self.closed(plan, costs), costs, batch, self.state, ANY_HOST, beside)
 
     def _peaks(self, costs: Costs, plan: Plan) -> list[float]:
         return self.evaluate(costs, plan).peaks()
@@ -117,7 +118,7 @@ class StartRequest(ExpectedBatch):
         """Returns the search's problem, with costs of slices of up to `longest` tokens: shorter ones than were asked
         for, where time ran out."""
         problem = JointProblem(
-            costs=with_context(costs, self.context),
+            costs=with_context(costs, self.context, ANY_HOST),
             update=Update(self.state, self.replicas * costs.degrees.token_ranks, self.parallel.shard),
             seq_len=self.seq_len,
             num_ranks=self.num_ranks,

@@ -163,7 +163,9 @@ class GroupBounds:
         # a stage without backwards frees it after its forwards
         is_lone = np.array([len(slices) < 2 for slices in self.slicings])
         context = per_rank(sizes.context * self.cut.trains) * ~(by_layer & is_lone[:, None])
-        held = activations + along(context) + self.savings.along_updates(state_bytes[:, None])
+        is_here = np.array([place == "device" for place in self.savings.values["context"]])[:, None, None]
+        contexts = along(context) * self.savings.along("context", is_here)
+        held = activations + contexts + self.savings.along_updates(state_bytes[:, None])
         return self._by_slicing(held.max(axis=-1))
 
 

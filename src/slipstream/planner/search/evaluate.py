@@ -25,6 +25,7 @@ from slipstream.cost import (
     head_part_memory,
     memory_table,
     unit_bounds,
+    with_context,
 )
 from slipstream.errors import SlipstreamError
 from slipstream.planner.joint import JointProblem, spread_costs
@@ -208,11 +209,12 @@ class Evaluation:
     def fits(self, memory: float) -> bool:
         """Returns whether all devices, of so many bytes, and hosts have room."""
         host = self.host
-        return (host is None or self.host_peak() <= host.capacity) and max(self.peaks()) <= memory
+        return (host is None or max(self.host_peaks()) <= host.capacity) and max(self.peaks()) <= memory
 
-    def host_peak(self) -> float:
-        """Returns the most bytes that a rank holds on its host."""
-        return float(self.bytes.host_peaks().max())
+    def host_peaks(self) -> list[float]:
+        """Returns the most bytes that each rank has on its host."""
+        peaks: list[float] = self.bytes.host_peaks().tolist()
+        return peaks
 
     def peaks(self) -> list[float]:
         """Returns the most bytes that each rank holds."""
@@ -337,6 +339,7 @@ def evaluate(
     _check_known(plan, costs, host)
     check_partition(plan.partition, costs.num_layers, costs.units_per_layer)
     bounds = unit_bounds(plan.partition, costs.num_layers, costs.units_per_layer)
+    costs = with_context(costs, plan.context, host)
     cut = PlacedPartition(costs, plan.placement, bounds, plan.vocabulary == "spread")
     update = update_of(plan, state)
     return Evaluation(

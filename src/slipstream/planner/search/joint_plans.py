@@ -87,7 +87,7 @@ def _saves(start: Plan) -> bool:
 
 def _problem(space: PlanSpace, start: Plan, best: float) -> JointProblem:
     """Returns the problem for the mesh of a configuration, without a limit of memory: a step shorter than `best`."""
-    num_microbatches, costs = space.shape(start).num_microbatches, space.costs(start.degrees, start.microbatch_size)
+    num_microbatches, costs = space.shape(start).num_microbatches, space.costs_of(start)
     cuts = space.choices.cuts.with_long_ends(space.seq_len)
     return JointProblem(
         costs=Tabulated(costs, space.seq_len, cuts) if costs.deserves_table else costs,

@@ -11,6 +11,7 @@ from typing import Any
 from slipstream.cost import WAYS
 from slipstream.errors import SlipstreamError
 from slipstream.planner.plan import CHOICES, Plan
+from slipstream.planner.search.cluster_problem import ClusterProblem
 from slipstream.planner.search.plan_options import PlanOptions
 from slipstream.planner.search.plan_space import PlanSpace
 from slipstream.units import bytes_text, plural
@@ -71,7 +72,7 @@ def explain_misfit(space: PlanSpace, num_meshes: int) -> SlipstreamError:
     """Returns the error for a search in which every configuration is too large."""
     candidates = [space.evaluate(plan) for plan in smallest_plans(space)]
     smallest = min(candidates, key=lambda candidate: max(candidate.peaks()))
-    peaks, away, host = smallest.peaks(), smallest.host_peak(), space.source.host
+    peaks, away, host = smallest.peaks(), max(smallest.host_peaks()), space.source.host
     peak, room, has = max(peaks), space.memory, f"{bytes_text(space.memory)} that may be used of a device"
     where = f"on rank {peaks.index(peak)}"
     if peak <= room and host is not None:
@@ -134,7 +135,11 @@ def _changes(space: PlanSpace) -> Iterator[str]:
 
 
 def _fitting(options: PlanOptions, space: PlanSpace) -> Plan | None:
-    """Returns one of the smallest configurations that fits, if any."""
-    other = PlanSpace(space.source, space.seq_len, space.global_batch, options)
-    fitting = (c for c in smallest_plans(other) if other.may_fit(c) and other.fits(other.evaluate_in_part(c)))
+    return find_fitting(ClusterProblem(space.source, space.seq_len, space.global_batch, options))
+
+
+def find_fitting(problem: ClusterProblem) -> Plan | None:
+    """Returns one of the smallest configurations that fits the memory; None where none of them does."""
+    space = PlanSpace(problem.source, problem.seq_len, problem.global_batch, problem.options)
+    fitting = (c for c in smallest_plans(space) if space.may_fit(c) and space.fits(space.evaluate_in_part(c)))
     return next(fitting, None)

@@ -30,9 +30,11 @@ from slipstream.planner.search.plan_space import PlanSpace
 from slipstream.planner.search.savings import copies_of, never_slower
 from slipstream.planner.search.schedule_shape import working_memory
 from slipstream.schedule import Schedule
-from slipstream.simulator import simulate
+from slipstream.simulator import MemoryKind, simulate
 from slipstream.timeline import Timeline
 
+_MORE_SIMULATED = 30  # configurations with the context on the host, where others fit
+_MUCH = 0.05  # of a rank's memory
 _MOST_SCHEDULED_EACH = 2  # configurations whose schedule is made, for each that may be simulated
 _MOST_UNITS = 1_000_000  # slices of stages in all schedules that are made
 _MOST_WHOLE = 200_000  # slices of stages of a long step that is simulated whole, as it is the shortest
@@ -55,11 +57,14 @@ def search_meshes(problem: ClusterProblem, progress: ProgressReport) -> PlanRepo
     began = time.perf_counter()
     source, options = problem.source, problem.options
     space = PlanSpace(source, problem.seq_len, problem.global_batch, options)
-    frontier = Frontier(space, progress)
-    run = _PlanSearch(space, frontier, progress)
+    places = space.contexts
+    run = _PlanSearch(space.with_context(places[0]), progress, options.num_simulated)
     run.settle()
     run.search_jointly()
     best, alternatives = run.settle()
+    if len(places) > 1 and (not best or _holds_much_context(best[0])):
+        run.go_on(space.with_context(places[1]), _MORE_SIMULATED if best else options.num_simulated)
+        best, alternatives = run.settle()
     if not best and options.values("vocabulary") == ("spread",):
         raise SlipstreamError(NOTHING_SPREAD)
     if not best and run.seconds:
@@ -71,10 +76,10 @@ def search_meshes(problem: ClusterProblem, progress: ProgressReport) -> PlanRepo
             run.simulate(smallest)
         best, alternatives = run.settle()
     if not best:
-        raise explain_misfit(space, frontier.num_meshes)
+        raise explain_misfit(space, run.num_meshes)
 
     def simulated() -> tuple[Schedule, Timeline]:
-        candidate = space.evaluate(best[0].plan)
+        candidate = run.space.evaluate(best[0].plan)
         return candidate.schedule, simulate(candidate.schedule, candidate.cost, candidate.table)
 
     return PlanReport(
@@ -87,10 +92,10 @@ def search_meshes(problem: ClusterProblem, progress: ProgressReport) -> PlanRepo
         predictions=tuple(best),
         alternatives=tuple(alternatives),
         simulated=simulated,
-        num_meshes=frontier.num_meshes,
-        num_bounded_meshes=frontier.num_bounded_meshes,
-        num_configurations=frontier.num_bounded,
-        num_too_large=frontier.num_too_large + len(run.too_large),
+        num_meshes=run.num_meshes,
+        num_bounded_meshes=max(frontier.num_bounded_meshes for frontier in run.frontiers),
+        num_configurations=sum(frontier.num_bounded for frontier in run.frontiers),
+        num_too_large=sum(frontier.num_too_large for frontier in run.frontiers) + len(run.too_large),
         num_simulated=run.num_simulated,
         gap=run.gap(best[0]),
         seconds=time.perf_counter() - began,
@@ -106,11 +111,17 @@ def search_meshes(problem: ClusterProblem, progress: ProgressReport) -> PlanRepo
     )
 
 
+def _holds_much_context(best: Prediction) -> bool:
+    """Returns whether keys, values and their gradients are a part of a rank's memory that would be worth moving."""
+    kinds = MemoryKind.CONTEXT, MemoryKind.CONTEXT_GRADIENTS
+    return any(sum(held.get(kind, 0.0) for kind in kinds) > _MUCH * sum(held.values()) for held in best.memory)
+
+
 @dataclass
 class _PlanSearch:
     space: PlanSpace
-    frontier: Frontier
     report: ProgressReport
+    most_simulated: int
     seconds: dict[Plan, float] = field(default_factory=dict)  # simulated steps of those that fit
     extrapolated: set[Plan] = field(default_factory=set)  # those of them that weren't simulated whole
     too_large: set[Plan] = field(default_factory=set)
@@ -121,6 +132,31 @@ class _PlanSearch:
     over_bound: dict[_Kind, float] = field(default_factory=dict)  # least step of each kind, over its bound
     postponed: BestFirst[tuple[float, Plan]] = field(default_factory=BestFirst)  # with bounds, by what they may take
     known: dict[Plan, Prediction] = field(default_factory=dict)
+    least_left: float = inf  # the least bound of what was left in earlier spaces
+
+    def __post_init__(self) -> None:
+        self.frontiers = [Frontier(self.space, self.report)]
+
+    @property
+    def frontier(self) -> Frontier:
+        """The configurations that are searched now."""
+        return self.frontiers[-1]
+
+    @property
+    def num_meshes(self) -> int:
+        """All meshes that divide."""
+        return self.frontier.num_meshes
+
+    def go_on(self, space: PlanSpace, most: int) -> None:
+        """Goes on in another space, with up to `most` further simulations; what was found before stays."""
+        space.found |= self.space.found
+        self.least_left = self._least_left()
+        self.space = space
+        self.frontiers.append(Frontier(space, self.report))
+        self.most_simulated = self.num_simulated + most
+        self.num_scheduled = self.num_units = self.reached = 0
+        self.postponed = BestFirst()
+        self.over_bound = {}
 
     def settle(self) -> tuple[list[Prediction], list[Alternative]]:
         """Returns the best configurations, and the alternatives to the best one.
@@ -202,7 +238,7 @@ class _PlanSearch:
     @property
     def _is_limited(self) -> bool:
         """True once the limits on simulations, and on schedules made in vain, are reached."""
-        most = self.space.options.num_simulated
+        most = self.most_simulated
         scheduled_enough = self.num_scheduled >= _MOST_SCHEDULED_EACH * most or self.num_units >= _MOST_UNITS
         return self.num_simulated >= most or scheduled_enough
 
@@ -222,7 +258,7 @@ class _PlanSearch:
             self.too_large.add(plan)
             return None
         self.num_simulated += 1
-        self.report("simulations", self.num_simulated, self.space.options.num_simulated)
+        self.report("simulations", self.num_simulated, self.most_simulated)
         seconds = self.seconds[plan] = candidate.seconds
         if candidate.num_extrapolated:
             self.extrapolated.add(plan)
@@ -254,13 +290,17 @@ class _PlanSearch:
 
     def gap(self, best: Prediction) -> float:
         """Returns by which share of the best step the most promising configuration left could be faster, at most."""
+        return max(0.0, 1 - self._least_left() / best.step_seconds)
+
+    def _least_left(self) -> float:
+        """Returns the least bound of the configurations that weren't tried."""
         postponed = sorted(self.postponed, key=lambda entry: entry[0])
         orders = (iter(postponed), self.frontier.starting(self.reached))
         left = (
             next((bound for bound, c in order if c not in self.seconds and c not in self.too_large), inf)
             for order in orders
         )
-        return max(0.0, 1 - min(left) / best.step_seconds)
+        return min(self.least_left, *left)
 
     def alternatives(self, best: Prediction) -> Iterator[Alternative]:
         """Yields for each choice the best configuration with another value of it; other choices may differ as well."""

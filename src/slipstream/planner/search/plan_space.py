@@ -15,6 +15,7 @@ from slipstream.cost import (
     REPLAYED,
     SHARED_WORK,
     WAYS,
+    Costs,
     CostSource,
     Degrees,
     Stage,
@@ -24,6 +25,7 @@ from slipstream.cost import (
     partition_of,
     parts_of,
     unit_bounds,
+    with_context,
 )
 from slipstream.errors import SlipstreamError
 from slipstream.planner.joint import JointPlan
@@ -49,6 +51,7 @@ from slipstream.planner.search.stage_times import Slicing, StageTimes, first_oth
 from slipstream.schedule import SCHEDULES, Schedule, ScheduleKind
 from slipstream.schedule.action_arrays import ActionArrays
 
+_OfCosts = tuple[Degrees, int, str]  # by how many ranks work is shared, sequences of a microbatch, context
 USABLE = 0.95  # of a device's memory: fragments, libraries and all that isn't counted take the rest
 _LONG = 4000  # slices of stages, in a step that isn't simulated whole
 _STAGES_PER_RANK = (1, 2, 3, 4, 5, 6, 8, 10, 12)
@@ -61,7 +64,7 @@ class PlanSpace:
         self.source, self.seq_len, self.global_batch, self.options = source, seq_len, global_batch, options
         _check_known(source, options)
         self.memory = USABLE * source.memory if options.memory_limit is None else options.memory_limit
-        self.costs = cache(source.costs)
+        self.costs, self._costs = cache(source.costs), cache(self._costs_with)
         self.choices = SliceChoices(source, seq_len, options, self.costs)
         self.longest = self.choices.longest
         self.alike, self._slowest = cache(self._first_alike), cache(self._find_slowest)
@@ -72,6 +75,18 @@ class PlanSpace:
         self._state, self._placed = cache(self._state_bytes), cache(self._place)
         self._alike: dict[tuple[tuple[int, ...], ...], Stage] = {}
         self.found: dict[Plan, JointPlan] = {}  # by the joint search
+
+    @property
+    def contexts(self) -> tuple[str, ...]:
+        """The places of keys and values that are searched one after the other: where they are on the host, nothing is
+        faster, and much more fits."""
+        places = ("device", "host") if self.source.host else ("device",)
+        return tuple(self.options.values("context", places))
+
+    def with_context(self, place: str) -> PlanSpace:
+        """Returns the space with keys and values in one place."""
+        options = self.options.changed(context=place)
+        return PlanSpace(self.source, self.seq_len, self.global_batch, options)
 
     # --- what divides ------------------------------------------------------------------------------------------------
 
@@ -149,26 +164,38 @@ class PlanSpace:
     def cut(self, plan: Plan) -> PlacedPartition:
         """Returns the partition of layers that makes the slowest rank fastest, by the time of whole sequences; the
         plan's own, where it has one."""
+        return self._cut(plan, plan.context)
+
+    def _cut(self, plan: Plan, context: str) -> PlacedPartition:
+        """Returns a plan's cut, whose costs are those with keys and values on the device or the host."""
+        of_costs = plan.degrees, plan.microbatch_size, context
         if plan.partition is not OPEN:
-            spreads_head = plan.vocabulary == "spread"
-            return self._placed(plan.degrees, plan.microbatch_size, plan.placement, plan.partition, spreads_head)
+            return self._placed(of_costs, plan.placement, plan.partition, plan.vocabulary == "spread")
         assert isinstance(plan.schedule, str), "an order is found with its cut"
         placement = placement_of(plan.schedule, plan.pipeline_parallel, plan.stages_per_rank)
-        return self._partition(plan.degrees, plan.microbatch_size, placement)
+        return self._partition(of_costs, placement)
+
+    def costs_of(self, plan: Plan) -> Costs:
+        """Returns the costs of the model's parts as the plan has them."""
+        return self._costs(plan.degrees, plan.microbatch_size, plan.context)
+
+    def _costs_with(self, degrees: Degrees, size: int, context: str) -> Costs:
+        return with_context(self.costs(degrees, size), context, self.source.host)
 
     def _place(
         self,
-        degrees: Degrees,
-        size: int,
+        of_costs: _OfCosts,
         placement: tuple[int, ...],
         partition: tuple[float, ...],
         spreads_head: bool,
     ) -> PlacedPartition:
         bounds = unit_bounds(partition, len(self.source.kinds), self.source.units_per_layer)
-        return PlacedPartition(self.costs(degrees, size), placement, bounds, spreads_head)
+        return PlacedPartition(self._costs(*of_costs), placement, bounds, spreads_head)
 
-    def _compute_partition(self, degrees: Degrees, size: int, placement: tuple[int, ...]) -> PlacedPartition:
-        costs, num_layers = self.costs(degrees, size), len(self.source.kinds)
+    def _compute_partition(self, of_costs: _OfCosts, placement: tuple[int, ...]) -> PlacedPartition:
+        costs = self._costs(*of_costs)
+        degrees, size, _ = of_costs
+        num_layers = len(self.source.kinds)
         weights = [self._whole(degrees, size, self.alike(range(layer, layer + 1))) for layer in range(num_layers)]
         partition = balanced_layers(weights, placement)
         return PlacedPartition(costs, placement, unit_bounds(partition, num_layers, self.source.units_per_layer))
@@ -182,7 +209,8 @@ class PlanSpace:
 
     def _exact(self, plan: Plan) -> tuple[int, ...] | None:
         """Returns the exact slicing for stages like the slowest one of the plan's cut."""
-        stage = self._slowest(self.cut(plan))
+        # Bounds have the same slices, wherever keys and values lie.
+        stage = self._slowest(self._cut(plan, "device"))
         num_passes = self.num_microbatches(plan) * plan.stages_per_rank
         return self.choices.exact(plan.degrees, plan.microbatch_size, stage, plan.pipeline_parallel, num_passes)
 
@@ -202,10 +230,10 @@ class PlanSpace:
         return sequence_seconds(self.costs(degrees, size), self.longest, layers)
 
     def times(self, plan: Plan) -> StageTimes:
-        return self._times(plan.degrees, plan.microbatch_size, self.cut(plan), self.slices(plan))
+        return self._times(self.cut(plan), self.slices(plan))
 
-    def _compute_times(self, degrees: Degrees, size: int, cut: PlacedPartition, slices: Slicing) -> StageTimes:
-        parts = part_times(self.costs(degrees, size), self.source.recomputations, (slices,))
+    def _compute_times(self, cut: PlacedPartition, slices: Slicing) -> StageTimes:
+        parts = part_times(cut.costs, self.source.recomputations, (slices,))
         return stage_times(cut, parts, self.source.recomputations, slices)
 
     def _part_columns(self, degrees: Degrees, size: int, slicings: tuple[Slicing, ...]) -> Floats:
@@ -279,7 +307,7 @@ class PlanSpace:
             stages=self.times(plan),
             reductions=self.gradient_seconds(plan),
             tails=self.tails(plan),
-            head=head_times(plan, self.costs(plan.degrees, plan.microbatch_size)),
+            head=head_times(plan, self.costs_of(plan)),
         )
 
     def fits(self, evaluation: Evaluation) -> bool:
@@ -323,6 +351,7 @@ class PlanSpace:
             idle_fraction=evaluation.idle_fraction,
             seconds_by_cause=evaluation.causes,
             memory=evaluation.memory(),
+            host_memory=tuple(evaluation.host_peaks()),
             memory_limit=self.memory,
             joint=self.found.get(plan),
         )
@@ -405,7 +434,7 @@ class PlanSpace:
     def _group(
         self, first: Plan, names: tuple[str, ...], slicings: list[tuple[int, str]], savings: Savings
     ) -> PlanGroup:
-        degrees, size, cut = first.degrees, first.microbatch_size, self.cut(first)
+        degrees, size, cut = first.degrees, first.microbatch_size, self._cut(first, "device")
         shapes = [replace(first, num_slices=count, slicing=slicing) for count, slicing in slicings]
         lengths = tuple(map(self.slices, shapes))
         timed = (*lengths, (self.longest,), (self.choices.least_first(degrees),))

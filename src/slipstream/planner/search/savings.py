@@ -72,6 +72,10 @@ def _offloads(source: CostSource, mesh: Plan) -> tuple[float, ...]:
     return (0.0, 1.0) if source.host else (0.0,)
 
 
+def _contexts(source: CostSource, mesh: Plan) -> tuple[str, ...]:
+    return ("device", "host") if source.host else ("device",)
+
+
 def _shards(source: CostSource, mesh: Plan) -> tuple[str, ...]:
     return possible_shards(mesh.num_copies, divided_by(mesh.degrees))
 
@@ -86,6 +90,14 @@ SAVINGS = (
         weight=1,
     ),
     Saving(choice="offload", possible=_offloads, fastest=0.0, weight=2, copies=bool),
+    Saving(
+        choice="context",
+        possible=_contexts,
+        fastest="device",
+        costs={"device": 0, "host": 1},
+        weight=3,
+        copies=lambda place: place == "host",
+    ),
     # A run gathers sharded parameters once a step, which takes as long and holds as much as ZeRO-1 does at its fullest.
     Saving(
         choice="shard",

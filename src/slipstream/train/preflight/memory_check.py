@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from slipstream.cost import CountedOperations, HostMemorySpec, ModelCount, StateBytes, with_context, with_exchange
+from slipstream.cost import ANY_HOST, CountedOperations, ModelCount, StateBytes, with_exchange
 from slipstream.errors import SlipstreamError
 from slipstream.model import expert_modules, meta_model, recompute_advice, torch_dtype
 from slipstream.pipeline import held_beside
@@ -120,8 +120,6 @@ def check_memory(config: Config, model_config: Any) -> None:
     )
 
 
-_ANY_HOST = HostMemorySpec(bandwidth=math.inf, latency=0.0, capacity=math.inf)
-
 Account = Callable[..., float]
 
 
@@ -171,8 +169,7 @@ def _evaluate(config: Config, count: ModelCount, length: int, changes: dict[str,
     if plan.expert_parallel > 1 and (not num_experts or num_experts % plan.expert_parallel):
         raise SlipstreamError(f"the model's {num_experts} experts can't be spread over {plan.expert_parallel} ranks.")
     degrees = with_exchange(count, config.parallel.degrees, is_whole=plan.num_slices == 1)
-    counted = CountedOperations(count, degrees, plan.microbatch_size, config.parallel.sequence_parallel)
-    costs = with_context(counted, config.memory.context)
+    costs = CountedOperations(count, degrees, plan.microbatch_size, config.parallel.sequence_parallel)
     plan = plan.closed(context_exchange=degrees.exchange)
     if plan.partition is OPEN:
         layers = (range(layer, layer + 1) for layer in range(costs.num_layers))
@@ -181,7 +178,7 @@ def _evaluate(config: Config, count: ModelCount, length: int, changes: dict[str,
     rows = plan.num_microbatches * plan.microbatch_size
     batch = GlobalBatch(length, plan.data_parallel * rows)
     state = StateBytes.of(count.dtype)
-    return evaluate(plan, costs, batch, state, _ANY_HOST, held_beside(rows * length))
+    return evaluate(plan, costs, batch, state, ANY_HOST, held_beside(rows * length))
 
 
 def _run_plan(config: Config, length: int, changes: dict[str, Any]) -> Plan:

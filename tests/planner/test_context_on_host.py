@@ -1,0 +1,131 @@
+"""With keys and values on the host, plans know its memory and what copies take beside computing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+
+from slipstream import SlipstreamError
+from slipstream.cost import ContextOnHost, CountedCosts, CountedSource, HostMemorySpec, ModelCount, Work, load_cluster
+from slipstream.cost.costs import Costs
+from slipstream.planner.find_plan import find_plan
+from slipstream.planner.plan import ONE_DEVICE
+from slipstream.planner.search import ClusterProblem, PlanOptions, PlanSpace
+from slipstream.profile import count_model
+from slipstream.schedule import Op
+from support.architectures import ARCHITECTURES, llama
+from support.small_clusters import SEQ_LEN, small_cluster, source
+
+HOST = HostMemorySpec(bandwidth=50e9, latency=0.0, capacity=1e12)
+
+
+@cache
+def large() -> ModelCount:
+    """Two layers of Llama 3's 8B shape."""
+    config = llama(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        num_hidden_layers=2,
+        max_position_embeddings=2**20,
+    )
+    return count_model(config, 2**20, torch.bfloat16)
+
+
+def attention_rate() -> CountedCosts:
+    """Costs of a device whose attention computes 450 TFLOP/s, whatever the slice."""
+    cluster = load_cluster("h100-dgx")
+    flops = dict.fromkeys(cluster.device.flops, 900000000000000.0)
+    device = replace(cluster.device, flops=flops, attention_efficiency=0.5, attention_curve=((1.0, 1.0),))
+    return CountedCosts(large(), replace(cluster, device=device))
+
+
+def waits(costs: Costs, length: int, context: int = 2**19) -> bool:
+    """Returns whether a backward waits for the host's copies of the context."""
+    work = Work(Op.I, np.array([length]), np.array([context]))
+    own = np.outer(costs.each_context + costs.each_context_gradient, work.lengths) / HOST.bandwidth
+    longer = ContextOnHost(costs, HOST).each_seconds(work) - costs.each_seconds(work) - own
+    return bool((longer > 1e-9).any())
+
+
+def test_copies_hide_behind_long_slices() -> None:
+    """Keys and values of 8 heads of 128 in 16 bits come with float32 sums, which go back: 20,480 bytes a token for 2.5
+    times the operations of 32 heads' scores with a slice's queries."""
+    costs = attention_rate()
+    shortest = next(length for length in range(1000, 8000, 100) if not waits(costs, length))
+    assert 3500 < shortest < 5000
+    assert not waits(costs, 16_000)
+
+
+def test_a_forward_brings_keys_once_and_a_backward_their_sums_both_ways() -> None:
+    costs = attention_rate()
+    slow = replace_bandwidth(1e6)
+    lengths, contexts = np.array([64, 64]), np.array([1024, 2048])
+    keys, sums = costs.each_context, costs.each_context_gradient
+    moved = {Op.F: keys, Op.R: keys, Op.I: keys + 2 * sums, Op.W: 0 * keys}
+    own = {Op.F: 0 * keys, Op.R: keys, Op.I: keys + sums, Op.W: 0 * keys}
+    for op, each in moved.items():
+        seconds = ContextOnHost(costs, slow).each_seconds(Work(op, lengths, contexts))
+        alone = costs.each_seconds(Work(op, lengths, 0 * contexts))
+        expected = (np.outer(each, contexts) + np.outer(own[op], lengths)) / slow.bandwidth
+        has_keys = keys > 0
+        computed = costs.each_seconds(Work(op, lengths, contexts)) if op is Op.W else alone
+        np.testing.assert_allclose(seconds[has_keys], (computed + expected)[has_keys])
+        np.testing.assert_allclose(seconds[~has_keys], costs.each_seconds(Work(op, lengths, contexts))[~has_keys])
+
+
+def replace_bandwidth(bandwidth: float) -> HostMemorySpec:
+    return HOST._replace(bandwidth=bandwidth)
+
+
+def test_a_window_fetches_what_it_covers() -> None:
+    count = count_model(ARCHITECTURES["mistral, window of 7"], 64)
+    costs = CountedCosts(count, load_cluster("h100-dgx"))
+    windows = {call.window.width for part in count.of_kind for call in part.attentions}
+    reach = costs.each_reach(np.array([0, 4, 60]))[costs.each_context > 0]
+    (width,) = windows
+    assert width is not None
+    np.testing.assert_array_equal(reach, [[0, min(4, width - 1), width - 1]] * len(reach))
+
+
+def test_a_plan_keeps_the_context_on_the_host_where_nothing_else_fits() -> None:
+    """And says how much is there."""
+    whole = source()
+    problem = ClusterProblem(whole, SEQ_LEN, 8, PlanOptions(pipeline_parallel=1, tensor_parallel=1, recompute="stage"))
+    space = PlanSpace(whole, SEQ_LEN, 8, problem.options)
+    plans = [plan for _, size, plan in space.bounded() if size < np.inf]
+    held = {
+        place: min(max(space.evaluate(p).peaks()) for p in plans if p.context == place) for place in ("device", "host")
+    }
+    assert held["host"] < held["device"]
+    limit = (held["host"] + held["device"]) / 2
+    options = problem.options.changed(memory_limit=limit)
+    report = find_plan(replace(problem, options=options))
+    best = report.best
+    assert best.plan.context == "host"
+    assert best.peak_host_memory > 0
+    assert "context on the host" in best.plan.describe()
+    assert report.best.plan.dump()["memory"]["context"] == "host"
+    with pytest.raises(SlipstreamError, match="nothing fits"):
+        find_plan(replace(problem, options=options.changed(context="device")))
+
+
+def test_a_full_host_is_no_room() -> None:
+    cluster = small_cluster()
+    device = replace(cluster.device, host_memory=1.0)
+    small: CountedSource = source(cluster=replace(cluster, device=device))
+    space = PlanSpace(small, SEQ_LEN, 8, PlanOptions(context="host", offload=0.0))
+    _, _, plan = next(iter(space.bounded()))
+    assert max(space.evaluate(plan).peaks()) < space.memory
+    assert not space.fits(space.evaluate(plan))
+
+
+def test_the_default_is_the_device() -> None:
+    assert ONE_DEVICE.context == "device"
+    assert "context" not in ONE_DEVICE.dump().get("memory", {})
