@@ -26,7 +26,7 @@ from slipstream.attention import masks as key_ranges
 from slipstream.attention.backend import QueryState
 from slipstream.attention.fused_cuda import PartlyFusedCUDA
 from slipstream.attention.kernel_passes import KeyGradients
-from slipstream.attention.key_blocks import FileMemory
+from slipstream.attention.key_blocks import context_on_host
 from slipstream.attention.masked_math import MaskedMath
 from slipstream.attention.masks import RegularMask
 from slipstream.errors import SlipstreamError
@@ -112,7 +112,7 @@ class TestExact:
     def test_blocks_on_the_host_equal_plain_attention(self, case: dict[str, Any], softcap: float | None) -> None:
         """By the kernel's parts, or with a soft cap by formulas: block after block, each with its sums."""
         case = make_case(**case, **({} if softcap is None else {"softcap": softcap}))
-        store = ContextStore(case.query.shape[2], FileMemory())
+        store = ContextStore(case.query.shape[2], context_on_host(torch.device("cpu")))
         assert distance(case.sliced(store), case.reference()) < 1e-12
         assert store.host_bytes == 0
 

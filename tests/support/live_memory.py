@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from slipstream import Action, Op, Pipeline
+from slipstream.host_memory import lies_in_file
 from slipstream.pipeline.batch import Batch
 from slipstream.pipeline.execution import StepState
 from support.observers import BeforeEach
@@ -34,7 +35,7 @@ class LiveMemory(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **kwargs or {})
         for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and not isinstance(tensor, FakeTensor):
+            if isinstance(tensor, Tensor) and not isinstance(tensor, FakeTensor) and not lies_in_file(tensor):
                 storage = tensor.untyped_storage()
                 if storage.data_ptr() not in self._besides:
                     reference = StorageWeakRef(storage)

@@ -77,10 +77,12 @@ class MaskedMath(TiledBackend):
     def _is_selected(self, selected: Tensor, tile: ScoreTile, block: slice) -> Tensor:
         """Returns which of the tile's keys were selected for some of its queries, (B,1,t,S)."""
         first = tile.start - self.site.ranges.start
-        keys = selected[tile.rows, first + block.start : first + block.stop].long()  # (B,t,k)
-        length = max(tile.end, self.site.store.length)
-        mask = torch.zeros(*keys.shape[:2], length, dtype=torch.bool, device=keys.device).scatter_(2, keys, True)
-        return mask[:, None, :, tile.first : tile.keys_end]
+        keys = selected[tile.rows, first + block.start : first + block.stop].long() - tile.first  # (B,t,k)
+        length = tile.keys_end - tile.first
+        # Keys elsewhere are marked in one more place.
+        keys = keys.masked_fill_((keys < 0) | (keys >= length), length)
+        mask = torch.zeros(*keys.shape[:2], length + 1, dtype=torch.bool, device=keys.device).scatter_(2, keys, True)
+        return mask[:, None, :, :length]
 
     def _generator(self, device: torch.device, tile: ScoreTile) -> torch.Generator | None:
         if self.site.dropout == 0.0:

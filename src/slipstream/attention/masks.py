@@ -180,15 +180,15 @@ class KeyRanges:
         self.first_key = first_key[:1] if bool((first_key == first_key[:1]).all()) else first_key
         self._check()
         self.first = int(first_key.min())
+        self._last_first = int(first_key.max())
         self.tiles = tuple(self._tiles())
         self._parts: dict[tuple[int, int], KeyRanges] = {}
-        self._over: dict[tuple[int, int], KeyRanges] = {}
 
     @classmethod
     @lru_cache(maxsize=256)
     def causal(cls, start: int, end: int) -> KeyRanges:
         """Returns the ranges of plain causal attention: each query of [start, end) sees every key up to itself."""
-        return cls(torch.zeros(1, end - start, dtype=torch.int64), start)
+        return cls(_same_first(end - start), start)
 
     @property
     def num_rows(self) -> int:
@@ -201,8 +201,9 @@ class KeyRanges:
             self._parts[begin, end] = KeyRanges(self.first_key[:, begin:end], self.start + begin)
         return self._parts[begin, end]
 
-    def over(self, begin: int, end: int) -> KeyRanges | None:
-        """Returns which of the keys [begin, end) each query sees; None where no query sees any.
+    def among(self, begin: int, end: int) -> KeyRanges | None:
+        """Returns which of the keys [begin, end) each query sees, all places counted from `begin`; None where no query
+        sees any. Pairs of queries and keys that lie alike share one, of which most see all.
 
         Args:
             begin: the first of the keys.
@@ -210,14 +211,12 @@ class KeyRanges:
         """
         if self.first >= end:
             return None
-        if (begin, end) not in self._over:
-            keys_end = None if end == self.end else end
-            first_key = self.first_key.clamp(min=begin)
-            if bool((first_key == begin).all()):
-                # Each pair of slices keeps its ranges: where all first keys are equal, one number is stored.
-                first_key = torch.tensor([[begin]]).expand(1, self.end - self.start)
-            self._over[begin, end] = KeyRanges(first_key, self.start, keys_end)
-        return self._over[begin, end]
+        start = self.start - begin
+        num_keys = None if end == self.end else end - begin
+        if self._last_first <= begin:
+            return _seen_whole(start, start + self.end - self.start, num_keys)
+        first_key = (self.first_key - begin).clamp_(min=0, max=num_keys)
+        return _placed(first_key.numpy().tobytes(), self.num_rows, start, num_keys)
 
     def own(self, each: Tensor) -> Tensor:
         """Returns the slice's part of a buffer of the whole sequence, (B, heads, L, D)."""
@@ -279,6 +278,25 @@ class KeyRanges:
                 start, stop = self.start + begin, self.start + end
                 yield ScoreTile(index, rows, start, stop, first, min(stop, self.keys_end), moves)
                 index += 1
+
+
+def _same_first(length: int) -> Tensor:
+    """Returns the first keys (1, length) of queries that see all keys, which take the memory of one."""
+    return torch.zeros(1, 1, dtype=torch.int64).expand(1, length)
+
+
+# As many as pairs of slices that lie apart by different numbers of tokens, or are different parts of documents.
+_MOST_PLACES = 2048
+
+
+@lru_cache(maxsize=_MOST_PLACES)
+def _seen_whole(start: int, end: int, num_keys: int | None) -> KeyRanges:
+    return KeyRanges(_same_first(end - start), start, num_keys)
+
+
+@lru_cache(maxsize=_MOST_PLACES // 8)
+def _placed(first_key: bytes, num_rows: int, start: int, num_keys: int | None) -> KeyRanges:
+    return KeyRanges(torch.frombuffer(bytearray(first_key), dtype=torch.int64).view(num_rows, -1), start, num_keys)
 
 
 def _runs(flags: Tensor) -> Iterator[tuple[int, int]]:

@@ -138,8 +138,7 @@ class _SliceAttention(torch.autograd.Function):
             for block in site.store.key_gradients(site.call, site.ranges, here.ranges):
                 # none of the query's gradient yet, in whose place the query stands
                 buffers = TileGradients(query, *block.sums)
-                there = here if block.ranges is here.ranges else here._replace(ranges=block.ranges)
-                computing = ctx.backend(there)
+                computing = ctx.backend(here if block.ranges is here.ranges else _within(here, block))
                 share, *made = computing.differentiate(queries, block.key, block.value, buffers)
                 # Only the first block has the slice's own keys, whose gradients a kernel may have finished.
                 finals = finals or made
@@ -173,15 +172,21 @@ def _attend(
     with _without_autocast(query):
         own = next(blocks)
         # Of a store on the device there is one block, with all that the slice sees.
-        own_site = site if own.ranges is site.ranges else site._replace(ranges=own.ranges)
+        own_site = site if own.ranges is site.ranges else _within(site, own)
         output, logsumexp = backend(own_site).attend(query, own.key, own.value)
         for block in blocks:
-            computing = backend(site._replace(ranges=block.ranges))
+            computing = backend(_within(site, block))
             output = output.to(logsumexp.dtype)
             merge_(output, logsumexp, *computing.attend(query, block.key, block.value))
         if sinks is not None:
             output, logsumexp = _with_sinks(output, logsumexp, sinks)
     return output.to(query.dtype), logsumexp
+
+
+def _within(site: AttentionSite, block: KeyBlock) -> AttentionSite:
+    """Returns the attention to one block on the host alone."""
+    selected = None if site.selected is None else site.selected - block.start
+    return site._replace(ranges=block.ranges, selected=selected, seed=site.seed.part(block.start))
 
 
 def _copy(sums: Tensor, dtype: torch.dtype) -> Tensor:

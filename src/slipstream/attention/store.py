@@ -11,10 +11,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from slipstream.attention.key_blocks import HostBlock, HostMemory, KeyBlock, streamed
+from slipstream.attention.key_blocks import HostBlock, KeyBlock, streamed
 from slipstream.attention.masks import KeyRanges
 from slipstream.autograd_calls import begin_graph, with_backward
 from slipstream.errors import SlipstreamError
+from slipstream.host_memory import HostMemory
 
 AttentionResult = tuple[Tensor, Tensor]  # output (B, H, T, Dv) and log-sum-exp (B, H, T) of one slice
 AttentionWrapper = Callable[[Callable[[], AttentionResult]], AttentionResult]
@@ -149,10 +150,10 @@ class ContextStore:
         """
         if self._host is None:
             keys, values = self.write(call, key, value, ranges)
-            return iter((KeyBlock(queries, queries.seen(keys), queries.seen(values)),))
+            return iter((KeyBlock(queries, 0, queries.seen(keys), queries.seen(values)),))
         context = self._written_slice(call, ranges)
         if ranges.start not in context.blocks:
-            context.blocks[ranges.start] = self._host.keep(key, value)
+            context.blocks[ranges.start] = HostBlock(self._host, key, value)
         return streamed(_seen_blocks(context, ranges, queries), with_sums=False)
 
     def write(self, call: Hashable, key: Tensor, value: Tensor, ranges: KeyRanges) -> tuple[Tensor, Tensor]:
@@ -219,7 +220,7 @@ class ContextStore:
             wide = torch.promote_types(context.buffers[0].dtype, torch.float32)
             context.buffers += [torch.zeros_like(buffer, dtype=wide) for buffer in context.buffers]
         key, value, *sums = map(queries.seen, context.buffers)
-        return iter((KeyBlock(queries, key, value, tuple(sums)),))
+        return iter((KeyBlock(queries, 0, key, value, tuple(sums)),))
 
     def finish(self, call: Hashable, ranges: KeyRanges) -> list[Tensor]:
         """Marks a slice's backward as done; frees the call's buffers after the last one (rule 5).
@@ -235,7 +236,7 @@ class ContextStore:
             del self._contexts[call]
         if self._host is None:
             return [ranges.own(total) for total in context.buffers[2:]]
-        return context.blocks.pop(ranges.start).tensors()[2:]
+        return context.blocks.pop(ranges.start).sums()
 
     def _check_present(self, call: Hashable, context: _CallBuffers, ranges: KeyRanges) -> None:
         position = ranges.first
@@ -254,12 +255,12 @@ def _seen_blocks(
 ) -> list[tuple[int, HostBlock, KeyRanges]]:
     """Returns the first token of each block of which queries of a slice see some keys, the block, and which keys they
     see: the slice's own, and then the latest first, which a backward needs again first."""
-    own = queries.over(ranges.start, queries.end)
+    own = queries.among(ranges.start, queries.end)
     assert own is not None, "a query sees its own key"
     seen = [(ranges.start, context.blocks[ranges.start], own)]
     earlier = sorted((start for start in context.blocks if start < ranges.start), reverse=True)
     for start in earlier:
-        keys = queries.over(start, context.slices[start].end)
+        keys = queries.among(start, context.slices[start].end)
         if keys is not None:
             seen.append((start, context.blocks[start], keys))
     return seen

@@ -172,10 +172,13 @@ class SavedTensors:
         return blocks
 
     def put_back(self, blocks: list[Tensor]) -> None:
-        """Undoes `take_out`, given the same bytes in new storages."""
+        """Undoes `take_out`, given the same bytes in other storages, or in parts of one."""
         for moved in self._moved:
-            tensor = torch.empty(0, dtype=moved.dtype, device=blocks[moved.block].device)
-            moved.slot.tensor = tensor.set_(blocks[moved.block].untyped_storage(), *moved.layout)
+            block = blocks[moved.block]
+            offset, *form = moved.layout
+            tensor = torch.empty(0, dtype=moved.dtype, device=block.device)
+            first = int(block.storage_offset()) // moved.dtype.itemsize
+            moved.slot.tensor = tensor.set_(block.untyped_storage(), first + offset, *form)
         self._moved.clear()
 
     def _filled(self) -> Iterator[tuple[SavedTensorSlot, Tensor]]:

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from slipstream.attention import CarriedStates, ContextStore, StoredSlice
 from slipstream.cost import ActionBytes, AttentionWindow, find_windows
+from slipstream.host_memory import lies_in_file
 from slipstream.model import IGNORED, CausalLMStage, causal_cross_entropy, storage_bytes, storage_id, storage_ids
 from slipstream.model.hooks import TokenSlice
 from slipstream.model.weight_gradients import defer_weight_gradients
@@ -338,8 +339,10 @@ class LiveMemory(TorchDispatchMode):
 
     def _add(self, tensor: Tensor, counted: bool = True) -> None:
         key = storage_id(tensor)
+        # A trace's tensors have no memory, and those in files are the host's.
         if key in self._references or tensor.device.type != "cpu" or isinstance(tensor, FakeTensor):
-            # A trace's tensors have no memory.
+            return
+        if lies_in_file(tensor):
             return
         storage = tensor.untyped_storage()
         if size := storage.nbytes():

@@ -59,16 +59,19 @@ def test_the_device_holds_no_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for where in ("device", "host"):
         pipe = make_pipe(build(llama()).float(), "gpipe", slices=8, context=where)
         stores: list[tuple[int, int]] = []
+        files = set[int]()
 
-        def watch(action: object, state: Any, stores: list[tuple[int, int]] = stores) -> None:
+        def watch(action: object, state: Any, stores: list[tuple[int, int]] = stores, files: set[int] = files) -> None:
             each = state.stores.values()
             stores.append((sum(s.num_bytes for s in each), sum(s.host_bytes for s in each)))
+            files.add(len(os.listdir("/proc/self/fd")))
 
         pipe._runtime.executors[0].observe(BeforeEach(watch))
         with LiveMemory():
             pipe.step(tokens(), tokens())
         held[where] = [max(sizes) for sizes in zip(*stores, strict=True)]
         assert not os.listdir(tmp_path)
+        assert len(files) == 1  # none stays open, however many blocks there are
     assert held["device"][1] == held["host"][0] == 0
     assert held["host"][1] >= held["device"][0] / 2
 
@@ -118,23 +121,35 @@ def test_a_model_that_reads_all_keys_is_refused() -> None:
         make_pipe(model, slices=2, context="host")
 
 
+CONTEXT, OFFLOAD = {"context": "host"}, {"offload": 1.0}
+
+
 @pytest.mark.parametrize(
-    ("number", "problem"),
+    ("settings", "number", "problem"),
     [
-        (errno.ENOSPC, r"don't fit in .* \(No space left on device\). Set TMPDIR"),
-        (errno.ENOMEM, r"\(Cannot allocate memory\). Give fewer slices"),
+        (
+            CONTEXT,
+            errno.ENOSPC,
+            r"memory.context=host: .* don't fit in .* \(No space left on device\). Set TMPDIR .* or",
+        ),
+        (CONTEXT, errno.ENOMEM, r"\(Cannot allocate memory\). Give fewer slices"),
+        (CONTEXT, errno.EMFILE, r"\(Too many open files\). Raise the limit of open files, ulimit -n"),
+        (OFFLOAD, errno.ENOSPC, r"memory.offload: .* saved activations don't fit in .* or lower memory.offload"),
     ],
 )
-def test_a_host_without_room_is_named(number: int, problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_without_room_is_named(
+    settings: dict[str, Any], number: int, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object) -> None:
         raise OSError(number, os.strerror(number))
 
-    pipe = make_pipe(build(llama()), slices=2, context="host")
+    pipe = make_pipe(build(llama()), slices=2, num_microbatches=2, **settings)
+    inputs = tokens(batch=2)
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", refuse)
         with pytest.raises(SlipstreamError, match=problem):
-            pipe.step(tokens(), tokens())
-    assert torch.isfinite(pipe.step(tokens(), tokens()))
+            pipe.step(inputs, inputs)
+    assert torch.isfinite(pipe.step(inputs, inputs))
 
 
 @pytest.mark.gpu

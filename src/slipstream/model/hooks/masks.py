@@ -38,7 +38,7 @@ def first_keys(mask_function: MaskFunction, length: int, device: torch.device) -
     Raises NotCausalError where a query's keys are not the contiguous range first(q)..q.
     """
     if mask_function is masking_utils.causal_mask_function:
-        return torch.zeros(length, dtype=torch.int64)
+        return KeyRanges.causal(0, length).first_key[0]
     rows = max(1, _PAIRS_AT_ONCE // length)
     begins = range(0, length, rows)
     return torch.cat([_first_keys(mask_function, begin, min(begin + rows, length), device) for begin in begins])

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.attention import ContextStore, HostMemory
+from slipstream.attention import ContextStore
 from slipstream.comm import Transport, TransportError
+from slipstream.host_memory import HostMemory
 from slipstream.model import (
     PipelineStage,
     RecomputePolicy,
@@ -150,10 +151,6 @@ class Executor:
                 mine.set_action(-1)
         except TransportError as error:
             raise TransportError(f"{error}\n{report_wait(schedule, self._rank, action)}") from error
-        finally:
-            # After a step that failed, blocks may still be on their way to the host.
-            for offloaded in self._state.offloaded.values():
-                offloaded.close()
 
     def _observed(self, observer: Observer, handler: Callable[[ProgramStep], None], step: ProgramStep) -> None:
         observer.before(step.action, self._state)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from slipstream.attention import ContextStore
+from slipstream.host_memory import HostMemory, HostTensors, Tenant, host_memory
 from slipstream.model import (
     PipelineStage,
     RecomputePolicy,
@@ -23,71 +22,9 @@ from slipstream.model import (
     storage_ids,
 )
 from slipstream.pipeline.execution.rank_program import ProgramStep, SliceKey
-from slipstream.pipeline.execution.step_state import OffloadedBlocks, StepState
+from slipstream.pipeline.execution.step_state import StepState
 
-
-def host_memory_of(device: torch.device) -> Callable[[list[Tensor]], OffloadedBlocks]:
-    """Returns a function that begins to move blocks of a device's memory to the host."""
-    if device.type != "cuda":
-        return BlocksInFile
-    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    return partial(PinnedBlocks, stream=stream)
-
-
-class BlocksInFile:
-    """Blocks of the CPU's memory in a temporary file without a name, in TMPDIR.
-
-    The operating system deletes it when it is closed, however the process ends.
-    """
-
-    def __init__(self, blocks: list[Tensor]) -> None:
-        self._sizes = [block.numel() for block in blocks]
-        self._file = tempfile.TemporaryFile(prefix="slipstream-")  # noqa: SIM115
-        for block in blocks:
-            self._file.write(block.numpy().data)
-
-    def load(self) -> list[Tensor]:
-        blocks = [torch.empty(size, dtype=torch.uint8) for size in self._sizes]
-        self._file.seek(0)
-        for block in blocks:
-            self._file.readinto(block.numpy().data)
-        return blocks
-
-    def wait(self) -> None:
-        pass
-
-    def close(self) -> None:
-        self._file.close()
-
-
-class PinnedBlocks:
-    """Blocks in pinned memory, copied alongside the computing on one stream, in the order of the schedule."""
-
-    def __init__(self, blocks: list[Tensor], stream: torch.cuda.Stream) -> None:
-        self._stream = stream
-        self._device = stream.device
-        # The copies start once the tensors have been computed.
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            self._pinned = [torch.empty(block.shape, dtype=block.dtype, pin_memory=True) for block in blocks]
-            for block, pinned in zip(blocks, self._pinned, strict=True):
-                pinned.copy_(block, non_blocking=True)
-                # The allocator keeps the block for this stream until its copy is done.
-                block.record_stream(stream)
-
-    def load(self) -> list[Tensor]:
-        with torch.cuda.stream(self._stream):
-            blocks = [pinned.to(self._device, non_blocking=True) for pinned in self._pinned]
-        for block in blocks:
-            block.record_stream(torch.cuda.current_stream(self._device))
-        self._loaded = self._stream.record_event()
-        return blocks
-
-    def wait(self) -> None:
-        torch.cuda.current_stream(self._device).wait_event(self._loaded)
-
-    def close(self) -> None:
-        self._pinned.clear()
+_OFFLOADED = Tenant("memory.offload", "saved activations", "lower memory.offload")
 
 
 class BlockMoves(Protocol):
@@ -107,30 +44,27 @@ class EagerMoves:
     """Moves blocks when it is asked to, each time to other memory.
 
     Args:
-        to_host: begins to move blocks.
-        offloaded: holds the blocks on the host.
+        host: where they go.
+        offloaded: holds those that are there.
     """
 
-    def __init__(
-        self, to_host: Callable[[list[Tensor]], OffloadedBlocks], offloaded: dict[SliceKey, OffloadedBlocks]
-    ) -> None:
-        self._to_host = to_host
+    def __init__(self, host: HostMemory, offloaded: dict[SliceKey, HostTensors]) -> None:
+        self._host = host
         self._offloaded = offloaded
 
     def offload(self, key: SliceKey, take_out: Callable[[], list[Tensor]]) -> None:
         """See `BlockMoves`."""
-        self._offloaded[key] = self._to_host(take_out())
+        blocks = self._offloaded[key] = self._host.keep(take_out())
+        blocks.leave()
 
     def reload(self, key: SliceKey, put_back: Callable[[list[Tensor]], None]) -> None:
         """See `BlockMoves`."""
-        put_back(self._offloaded[key].load())
+        put_back(self._offloaded[key].begin())
 
     def await_reload(self, key: SliceKey) -> None:
         """See `BlockMoves`."""
         if key in self._offloaded:
-            blocks = self._offloaded.pop(key)
-            blocks.wait()
-            blocks.close()
+            self._offloaded.pop(key).wait()
 
 
 class SavedActivations:
@@ -141,11 +75,11 @@ class SavedActivations:
     ) -> None:
         self._stages = stages
         self._recompute = recompute or RecomputePolicy(by_stage=True)
-        self._to_host = host_memory_of(device)
+        self._host = host_memory(device, _OFFLOADED)
 
     def begin(self, state: StepState, moves: BlockMoves | None) -> None:
         """Begins a step; without `moves` they are eager."""
-        self._moves = moves or EagerMoves(self._to_host, state.offloaded)
+        self._moves = moves or EagerMoves(self._host, state.offloaded)
         self._state = state
         self._storages = {stage_index: model_storages(stage.model) for stage_index, stage in self._stages.items()}
 

@@ -15,26 +15,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from slipstream.attention import ContextStore
 from slipstream.autograd_calls import begin_graph
 from slipstream.comm import Transport
+from slipstream.host_memory import HostTensors
 from slipstream.model import PipelineStage, SliceReplay, Tensors, TensorSpec, WeightGradient, storage_id, storage_ids
 from slipstream.pipeline.cut_batch import SplitBatch
 from slipstream.pipeline.execution.far_tensors import FarTensors
 from slipstream.pipeline.execution.rank_program import ProgramStep, SliceKey
 from slipstream.schedule import Action, Op, Schedule, sent_result
 from slipstream.timeline import Span
-
-
-class OffloadedBlocks(Protocol):
-    """Blocks of bytes on the host. The device's memory is free as soon as the caller drops the offloaded tensors."""
-
-    def load(self) -> list[Tensor]:
-        """Begins to copy the blocks into new memory of the device. Use them after `wait`."""
-
-    def wait(self) -> None:
-        """Makes whatever the device does from now on wait until the loaded blocks are there."""
-
-    def close(self) -> None:
-        """Frees the host's memory, whether the blocks were loaded or not."""
-
 
 Roots = dict[int, Tensor | GradientEdge]  # output index -> root of its backward
 
@@ -51,7 +38,7 @@ class StepState:
     input_gradients: dict[SliceKey, dict[int, Tensor]] = field(default_factory=dict)
     roots: dict[SliceKey, Roots] = field(default_factory=dict)  # roots of the backward; empty if all is frozen
     replays: dict[SliceKey, SliceReplay] = field(default_factory=dict)  # recomputed or offloaded slices
-    offloaded: dict[SliceKey, OffloadedBlocks] = field(default_factory=dict)
+    offloaded: dict[SliceKey, HostTensors] = field(default_factory=dict)
     handed: dict[SliceKey, Tensors] = field(default_factory=dict)  # outputs, for a stage on the same rank
     gradients: dict[SliceKey, Tensors] = field(default_factory=dict)  # gradients of outputs, from the same rank
     outgoing: dict[Action, Tensors] = field(default_factory=dict)  # computed, not yet sent
