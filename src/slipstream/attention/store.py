@@ -72,6 +72,8 @@ class ContextStore:
         self.shared: SharedState | None = None  # an object of the code that runs the slices
         self.carried = CarriedStates()
         self.is_replaying = False
+        self.is_repeated = False  # True in a forward whose graph is dropped, as a replay makes that of the backward
+        self.makes_graph = True  # False in a replay after which the forward's graph is that of the backward
         self._wrapper: AttentionWrapper | None = None
 
     @property
@@ -93,13 +95,23 @@ class ContextStore:
             shared.close()
 
     @contextmanager
-    def replay(self) -> Iterator[None]:
+    def replay(self, makes_graph: bool = False) -> Iterator[None]:
         """Makes slices run a second time (recomputation, rule 4): K and V are read, never changed."""
-        self.is_replaying = True
+        before = self.is_replaying, self.makes_graph
+        self.is_replaying, self.makes_graph = True, makes_graph
         try:
             yield
         finally:
-            self.is_replaying = False
+            self.is_replaying, self.makes_graph = before
+
+    @contextmanager
+    def repeated(self) -> Iterator[None]:
+        """Surrounds a forward whose graph is dropped, as a replay makes that of the backward."""
+        self.is_repeated = True
+        try:
+            yield
+        finally:
+            self.is_repeated = False
 
     def keep_for_layers(self) -> None:
         """Keeps the tensors that slices read until they are done, as each layer's backward computes it again."""
@@ -335,15 +347,18 @@ class CarriedStates:
         """Keeps the state with which the slice from `token` on begins."""
         self._states[call, token] = _State(value, has_gradient)
 
-    def leave(self, states: Mapping[Hashable, Tensor], first: int, end: int, output: Tensor) -> Tensor:
-        """Keeps the states with which the slice [first, end) ends, for the next one.
+    def leave(
+        self, states: Mapping[Hashable, Tensor], first: int, end: int, output: Tensor, is_replay: bool = False
+    ) -> Tensor:
+        """Keeps the states with which the slice [first, end) ends, for the next one; in a replay they are kept already.
 
         Returns `output`, anything that the rest of the slice's forward depends on: where its gradient arrives, those of
         the states do, too.
         """
-        for call, value in states.items():
-            # a copy, since it may be a view of something as long as the slice
-            self.keep(call, end, value.detach().clone(), value.requires_grad)
+        if not is_replay:
+            for call, value in states.items():
+                # a copy, since it may be a view of something as long as the slice
+                self.keep(call, end, value.detach().clone(), value.requires_grad)
         if not torch.is_grad_enabled():
             for call in states:
                 self._states.pop((call, first), None)

@@ -48,6 +48,9 @@ def without_saved_tensors_hooks() -> Iterator[None]:
             _autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
+_MISSING = "a backward runs before what its forward dropped is recomputed and reloaded"
+
+
 class RecomputationError(RuntimeError):
     """Raised where a forward did not repeat itself or a tensor is missing: a mistake of model or schedule."""
 
@@ -198,7 +201,7 @@ def _fill(slot: SavedTensorSlot, tensor: Tensor) -> None:
 
 def _unpack(slot: SavedTensorSlot) -> Tensor:
     if slot.tensor is None:
-        raise RecomputationError("a backward runs before what its forward dropped is recomputed and reloaded")
+        raise RecomputationError(_MISSING)
     return slot.tensor
 
 
@@ -222,6 +225,11 @@ class RecomputePolicy:
     def has_actions(self) -> bool:
         """Whether slices have an R."""
         return self.by_stage or self.keeps_products
+
+    @property
+    def repeats_graph(self) -> bool:
+        """Whether R makes the graph of the backward anew, and F's is dropped; else R fills what F's lacks."""
+        return not self.keeps_products
 
     @property
     def setting(self) -> str | int:
@@ -274,7 +282,6 @@ class SliceReplay:
     saved: SavedTensors
     what: RecomputePolicy | None  # None: no recomputation in R, only a move to the host
     inputs: InitVar[Tensors]  # the forward's inputs
-    needs_gradient: Sequence[bool]
 
     def __post_init__(self, inputs: Tensors) -> None:
         self._inputs = [] if self.what is None else [self.saved.hold(tensor) for tensor in inputs]
@@ -285,8 +292,12 @@ class SliceReplay:
     def forward(self, store: ContextStore) -> Iterator[None]:
         """Surrounds F."""
         with self._checks.keeping() if self._checks else nullcontext():
-            if self.what is None or not self.what.keeps_products:
-                with self.saved.saving(lambda _: self.what is None):
+            if self.what is None:
+                with self.saved.saving(lambda _: True):
+                    yield
+                return
+            if self.what.repeats_graph:
+                with store.repeated(), saved_tensors_hooks(_nothing_of, _never_saved):
                     yield
                 return
             products = _KeepProducts(self.saved)
@@ -294,17 +305,34 @@ class SliceReplay:
                 yield
             self._products = products.kept
 
-    def replay(self, run: Callable[[Tensors], object], store: ContextStore) -> None:
-        """Runs R: `run` is F's own call on the inputs, under F's autocast and modes. Afterwards nothing is missing."""
-        pairs = zip(self._inputs, self.needs_gradient, strict=True)
-        inputs = tuple(_tensor(held).requires_grad_(needed) for held, needed in pairs)
+    def replay(self, run: Callable[[Tensors], Tensors], store: ContextStore) -> Tensors | None:
+        """Runs R: `run` is F's own call on the inputs, under F's autocast and modes. Afterwards nothing is missing.
+
+        Returns the outputs of `run`, whose graph is that of the backward; None where F's is, and is filled now.
+        """
+        assert self.what is not None
+        inputs = tuple(_tensor(held) for held in self._inputs)
+        outputs: Tensors | None = None
         with ExitStack() as stack:
-            stack.enter_context(store.replay())
-            if self._products:
+            stack.enter_context(store.replay(self.what.repeats_graph))
+            if self.what.repeats_graph:
+                if self._checks is not None:
+                    stack.enter_context(self._checks.comparing(self.saved))
+                outputs = run(inputs)
+            else:
                 products = stack.enter_context(_ReplayProducts(self._products))
                 stack.enter_context(store.wrapped_attention(products.attention))
-            replay_checked(self.saved, partial(run, inputs), self._checks)
-        self._products, self._inputs, self.needs_gradient = [], [], []
+                replay_checked(self.saved, partial(run, inputs), self._checks)
+        self._products, self._inputs = [], []
+        return outputs
+
+
+def _nothing_of(_: Tensor) -> None:
+    """Stands for what a dropped graph saves."""
+
+
+def _never_saved(_: None) -> Tensor:
+    raise RecomputationError(_MISSING)
 
 
 class OutputChecks:
@@ -358,14 +386,18 @@ _Outputs = TypeVar("_Outputs")
 
 
 def recompute_in_backward(
-    run: Callable[[], _Outputs], again: Callable[[Any], object], inputs: Any, is_checked: bool
+    run: Callable[[], _Outputs], again: Callable[[Any], object], inputs: Any, is_checked: bool, is_repeated: bool
 ) -> _Outputs:
     """Returns `run()`, keeping only its inputs, tensors in containers of any kind; `again(inputs)` computes the rest
-    once more in the backward, and layers' outputs are compared where that `is_checked`.
+    once more in the backward, and layers' outputs are compared where that `is_checked`. Nothing is kept where all of it
+    `is_repeated` before the backward.
 
     The backward uses the same autocast, and draws as the forward does; `again` is responsible for its random state.
     Code around the call, as of a slice with an R or OFFLOAD, has the inputs among its saved tensors.
     """
+    if is_repeated:
+        with noting_outputs(None):
+            return run()
     leaves, form = tree_flatten(inputs)
     saved = SavedTensors(set())
     kept = [_kept(leaf) for leaf in leaves]

@@ -269,7 +269,7 @@ class CausalLMStage(PipelineStage):
 
         # a cache that doesn't know the tensors of this forward, whose graph keeps it
         arguments = tree_map_only(SliceCache, lambda _: SliceCache(entered), (args, kwargs))
-        output = recompute_in_backward(run, again, arguments, self._recompute.is_checked and not store.is_replaying)
+        output = recompute_in_backward(run, again, arguments, self._recompute.is_checked, store.is_repeated)
         store.drop_lone_slices()
         return output
 

@@ -61,10 +61,12 @@ class PrefilledStates(CarriedStates):
             self.keep(call, token, self._last[call], has_gradient=torch.is_grad_enabled())
         return super().read(call, token)
 
-    def leave(self, states: Mapping[Hashable, Tensor], first: int, end: int, output: Tensor) -> Tensor:
+    def leave(
+        self, states: Mapping[Hashable, Tensor], first: int, end: int, output: Tensor, is_replay: bool = False
+    ) -> Tensor:
         """See `CarriedStates`."""
         self._last |= {call: state.detach().clone() for call, state in states.items()}
-        return super().leave(states, first, end, output)
+        return super().leave(states, first, end, output, is_replay)
 
 
 class StageBench:

@@ -188,10 +188,15 @@ class SequentialStage(PipelineStage):
                 return self._run(segment, inputs[:num_tensors], entered, context, again)
 
         inputs = (*tensors, *(skips[name] for name in popped))
-        is_checked = self._recompute.is_checked and not context.store.is_replaying
         outputs, stashed = recompute_in_backward(
-            partial(run, inputs, False), partial(run, again=True), inputs, is_checked
+            partial(run, inputs, False),
+            partial(run, again=True),
+            inputs,
+            self._recompute.is_checked,
+            context.store.is_repeated,
         )
+        # A replay of the stage compares it; a backward compares each layer.
+        note_output(str(self._tracer.layers[segment[-1]]), outputs)
         return outputs, {name: tensor for name, tensor in skips.items() if name not in popped} | stashed
 
     def _run(

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from slipstream import Layers, Op, Pipeline, Runtime, SlipstreamError, gpipe, make_schedule, split_backwards
 from slipstream.attention import ContextStore
-from slipstream.model import causal_cross_entropy, storage_id
+from slipstream.model import Tensors, causal_cross_entropy, storage_id
 from slipstream.model.autograd_memory import RecomputationError, RecomputePolicy, SavedTensors, SliceReplay
 from slipstream.profile.stage_bench import memory_meter, tensors_alive
 from slipstream.schedule import Schedule
@@ -40,6 +40,7 @@ KINDS = ("selective", "full", "stage", "stage+full", 1)
 WITH_ACTIONS = ("selective", "stage", "stage+full")
 SLICES = [5, 30, 17, 12]
 WHOLE = RecomputePolicy(by_stage=True)
+PRODUCTS = RecomputePolicy(keeps_products=True)
 
 
 def step(model: nn.Module, recompute: str | int, **settings: object) -> tuple[Tensor, dict[str, Tensor]]:
@@ -234,15 +235,22 @@ def forward_and_replay(run: Callable[[Tensor], Tensor], what: RecomputePolicy) -
     expected = torch.linspace(-1, 1, 12).view(3, 4).requires_grad_()
     run(expected).sum().backward()
     hidden = expected.detach().clone().requires_grad_()
-    replay, store = SliceReplay(SavedTensors(set()), what, (hidden,), [True]), ContextStore(3)
+    replay, store = SliceReplay(SavedTensors(set()), what, (hidden,)), ContextStore(3)
     with replay.forward(store):
         output = run(hidden)
-    replay.replay(lambda inputs: run(*inputs), store)
-    output.sum().backward()
-    return expected.grad, hidden.grad
+    begun = list[Tensor]()
+
+    def again(inputs: Tensors) -> Tensors:
+        begun.append(inputs[0].requires_grad_())
+        return (run(*begun),)
+
+    outputs = replay.replay(again, store)
+    assert (outputs is not None) == what.repeats_graph
+    (output if outputs is None else outputs[0]).sum().backward()
+    return expected.grad, (hidden if outputs is None else begun[0]).grad
 
 
-@pytest.mark.parametrize("what", [WHOLE, RecomputePolicy(keeps_products=True)])
+@pytest.mark.parametrize("what", [WHOLE, PRODUCTS])
 def test_a_product_changed_in_place_is_computed_again(what: RecomputePolicy) -> None:
     weight = torch.randn(4, 4, dtype=torch.float32)
 
@@ -266,20 +274,19 @@ def test_selective_runs_no_product_twice() -> None:
             return super().__torch_dispatch__(func, types, args, kwargs)
 
     weight = torch.randn(4, 4)
-    for what, expected in ((RecomputePolicy(keeps_products=True), 0), (WHOLE, 2)):
+    for what, expected in ((PRODUCTS, 0), (WHOLE, 2)):
         hidden = torch.randn(3, 4, requires_grad=True)
-        replay, store = SliceReplay(SavedTensors(set()), what, (hidden,), [True]), ContextStore(3)
+        replay, store = SliceReplay(SavedTensors(set()), what, (hidden,)), ContextStore(3)
 
         def run(hidden: Tensor) -> Tensor:
             return ((hidden @ weight).tanh() @ weight).sigmoid().exp()
 
         with replay.forward(store):
-            output = run(hidden)
+            run(hidden)
         count = 0
         with Count():
-            replay.replay(lambda inputs: run(*inputs), store)
+            replay.replay(lambda inputs: (run(inputs[0].requires_grad_()),), store)
         assert count == expected
-        output.sum().backward()
 
 
 def test_a_model_that_does_not_repeat_itself_is_found_out() -> None:
@@ -289,7 +296,7 @@ def test_a_model_that_does_not_repeat_itself_is_found_out() -> None:
         return hidden[:, : next(widths)].exp().sin()
 
     with pytest.raises(RecomputationError, match=r"a forward saved \(3, 4\), its recomputation \(3, 3\)"):
-        forward_and_replay(run, WHOLE)
+        forward_and_replay(run, PRODUCTS)
     lengths = iter([3, 3, 1])
 
     def shorter(hidden: Tensor) -> Tensor:
@@ -298,12 +305,12 @@ def test_a_model_that_does_not_repeat_itself_is_found_out() -> None:
         return hidden
 
     with pytest.raises(RecomputationError, match="a forward saved 3 tensors or more, its recomputation 1"):
-        forward_and_replay(shorter, WHOLE)
+        forward_and_replay(shorter, PRODUCTS)
 
 
 def test_backward_without_recomputation_is_named() -> None:
     hidden = torch.randn(3, 4, requires_grad=True)
-    replay, store = SliceReplay(SavedTensors(set()), WHOLE, (hidden,), [True]), ContextStore(3)
+    replay, store = SliceReplay(SavedTensors(set()), WHOLE, (hidden,)), ContextStore(3)
     with replay.forward(store):
         output = hidden.exp().sum()
     with pytest.raises(RecomputationError, match="before what its forward dropped is recomputed"):

@@ -20,6 +20,7 @@ from slipstream.planner.search import GlobalBatch, evaluate
 from slipstream.profile import count_model
 from support.architectures import ARCHITECTURES, LENGTH, VOCABULARY, build, llama, tokens
 from support.exact_steps import documents_error, exact_pipe
+from support.hybrids import HYBRIDS
 from support.live_memory import LiveMemory
 from support.observers import BeforeEach
 from support.parameters import first_of
@@ -38,13 +39,14 @@ CUT: dict[str, Any] = {"slices": [5, 30, 17, 12], "num_microbatches": 2, "contex
             ("gpt2", {"schedule": "interleaved-1f1b", "stages_per_rank": 2}),
             ("llama, tied", {"schedule": "1f1b", "offload": 1.0, "recompute": "selective"}),
             ("mixtral", {"schedule": "zb-v", "stages_per_rank": 2}),
+            ("mamba", {"schedule": "1f1b", "recompute": "stage+full"}),  # states that layers carry
             ("qwen3", {"schedule": "1f1b", "num_flushes": 2}),
         ],
         3,
     ),
 )
 def test_gradients_are_those_of_the_unsplit_model(name: str, settings: dict[str, Any]) -> None:
-    exact_pipe(build(ARCHITECTURES[name]), tokens(batch=4), **CUT | settings)
+    exact_pipe(build((ARCHITECTURES | HYBRIDS)[name]), tokens(batch=4), **CUT | settings)
 
 
 def test_documents_attend_to_their_own_keys() -> None:

@@ -139,7 +139,7 @@ def sharded(pipe: Pipeline) -> ShardedParameters:
 def sharded_parameters_train_as_the_whole_model() -> None:
     """Three steps of AdamW over token slices and microbatches, in every order of forwards and backwards."""
     size = dist.get_world_size()
-    cases = [("llama", "1f1b", 1, "none"), ("gpt2", "1f1b", 1, "full"), ("mixtral", "gpipe", 1, "selective")]
+    cases = [("llama", "1f1b", 1, "none"), ("gpt2", "1f1b", 1, "stage+full"), ("mixtral", "gpipe", 1, "selective")]
     for pp, dp in [(1, 2)] if size == 2 else [(2, 2), (1, 4)]:
         several = [("qwen3", "interleaved-1f1b", 2, "full"), ("llama", "zb-v", 2, "none")] if pp > 1 else []
         for model, schedule, stages_per_rank, recompute in cases + several:

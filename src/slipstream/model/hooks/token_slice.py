@@ -161,9 +161,10 @@ class SliceContext:
 
     def leave(self, states: Mapping[Hashable, Tensor], output: Tensor) -> Tensor:
         """Leaves states to the next slice; returns `output`, whose gradient begins theirs."""
-        if self.store.is_replaying:
+        if not self.store.makes_graph:
             return output
-        return self.store.carried.leave(states, self.token_slice.start, self.token_slice.end, output)
+        tokens = self.token_slice
+        return self.store.carried.leave(states, tokens.start, tokens.end, output, self.store.is_replaying)
 
     def attention_seed(self) -> PlaceSeed:
         """Returns the seed of the next attention dropout."""

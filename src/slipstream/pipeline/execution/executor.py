@@ -221,7 +221,7 @@ class Executor:
             specs = self._messages.specs(Op.RECV_F, key)
             on_gradient = state.input_gradients.setdefault(key, {}).__setitem__
             is_saved = step.is_recomputed or step.is_offloaded
-            with self._saved.around_forward(step, inputs, specs, store) if is_saved else nullcontext():
+            with self._saved.around_forward(step, inputs, store) if is_saved else nullcontext():
                 outputs = self._compute(key, stage_inputs(inputs, specs, on_gradient), store)
         else:
             with torch.no_grad():
@@ -230,7 +230,7 @@ class Executor:
                 state.stores.pop((g, m)).free()
         if stage.has_loss:
             outputs = (self._losses.add(outputs, state, key, self._has_backward),)
-        if step.trains:
+        if step.trains and not (step.is_recomputed and self._saved.repeats_graph):
             state.roots[key] = roots_of(outputs)
         return () if stage.has_loss else tuple(map(Tensor.detach, outputs))
 
@@ -251,8 +251,19 @@ class Executor:
         self._timed_run(step, (), partial(self._recompute, step.key))
 
     def _recompute(self, key: SliceKey, _inputs: Tensors) -> Tensors:
-        store = self._state.stores[key[:2]]
-        self._state.replays[key].replay(lambda inputs: self._compute(key, inputs, store), store)
+        g, m, _ = key
+        state = self._state
+        store = state.stores[g, m]
+        specs = self._messages.specs(Op.RECV_F, key)
+        on_gradient = state.input_gradients[key].__setitem__
+
+        def run(inputs: Tensors) -> Tensors:
+            return self._compute(key, stage_inputs(inputs, specs, on_gradient), store)
+
+        outputs = state.replays[key].replay(run, store)
+        if outputs is not None:
+            # Of a loss the backward begins with the first of its tensors.
+            state.roots[key] = roots_of(outputs[:1] if self._stages[g].has_loss else outputs)
         return ()
 
     def _backward(self, step: ProgramStep) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -17,7 +17,6 @@ from slipstream.model import (
     SavedTensors,
     SliceReplay,
     Tensors,
-    TensorSpec,
     model_storages,
     storage_ids,
 )
@@ -83,15 +82,17 @@ class SavedActivations:
         self._state = state
         self._storages = {stage_index: model_storages(stage.model) for stage_index, stage in self._stages.items()}
 
-    def around_forward(
-        self, step: ProgramStep, inputs: Tensors, specs: Sequence[TensorSpec], store: ContextStore
-    ) -> AbstractContextManager[None]:
+    @property
+    def repeats_graph(self) -> bool:
+        """Whether an R makes the graph of the backward, and F's is dropped."""
+        return self._recompute.repeats_graph
+
+    def around_forward(self, step: ProgramStep, inputs: Tensors, store: ContextStore) -> AbstractContextManager[None]:
         """Prepares for the R and OFFLOAD of a forward."""
         g, m, i = step.key
         shared = self._storages[g] | storage_ids((*self._state.batch.tensors_of(m, i), *store.carried.values))
         what = self._recompute if step.is_recomputed else None
-        needs_gradient = [spec.needs_gradient for spec in specs]
-        replay = SliceReplay(SavedTensors(shared), what, inputs, needs_gradient)
+        replay = SliceReplay(SavedTensors(shared), what, inputs)
         self._state.replays[step.key] = replay
         return replay.forward(store)
 
