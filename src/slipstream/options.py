@@ -93,6 +93,10 @@ class Memory(Record):
     """Where the keys and values of a microbatch's slices lie, with their gradients: on the `device`, or on the `host`,
     pinned memory with a GPU, else files. A slice then attends to those of one earlier slice after the other, and the
     next one's are on their way meanwhile."""
+    loss_tokens: PositiveInt | None = None
+    """How many tokens of a slice have logits at a time: head and loss run on some after the others, and again in the
+    backward, so that logits, their float32 copy and their gradient take the memory of these. Of causal LMs whose head
+    isn't spread. None: all tokens of the slice."""
     limit: PositiveFloat | None = None
     """Bytes that each rank may hold, such as 12e9: parameters, gradients, AdamW's state, messages, activations, keys
     and values. They are measured before the first step on a batch of a new shape; a schedule that holds more is

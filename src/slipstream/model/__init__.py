@@ -114,6 +114,7 @@ from slipstream.model.tensors import (
     torch_dtype,
     written_tensors,
 )
+from slipstream.model.tiled_head import HeadTiles, check_tiled_head
 from slipstream.model.toy import (
     full_precision,
     perturb_parameters,

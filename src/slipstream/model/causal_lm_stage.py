@@ -57,6 +57,7 @@ from slipstream.model.initial_states import give_initial_states
 from slipstream.model.layer_range import LayerRange, ModelEnd
 from slipstream.model.pipeline_stage import PipelineStage, SpreadExperts, in_evaluation
 from slipstream.model.tensors import Tensors, TensorSpec
+from slipstream.model.tiled_head import HeadTiles, TiledHead
 from slipstream.model.vocabulary import SpreadEmbedding, SpreadHead, separate_head, shared_weights
 from slipstream.model.weight_gradients import add_expert_gradients_in_place, add_weight_gradients_in_place
 from slipstream.schedule import BACKWARDS, Op
@@ -70,7 +71,7 @@ class CausalLMStage(PipelineStage):
     stage gives the head's input, and `vocabulary` has the rows that lie next to this stage. With `router_loss` each
     layer's routers add to the loss. With `exchange`, other ranks have other tokens of every slice; with `experts` the
     model has this rank's experts. `recompute` says which layers keep only their inputs, until a backward computes them
-    again.
+    again. With `loss_tokens` the last stage has the logits of so many tokens at a time.
     """
 
     has_skips = False  # past other stages
@@ -87,6 +88,7 @@ class CausalLMStage(PipelineStage):
         recompute: RecomputePolicy | None = None,
         exchange: Callable[[TokenParts], TokenExchange] | None = None,
         experts: SpreadExperts | None = None,
+        loss_tokens: int | None = None,
     ) -> None:
         self.attends_itself = anatomy.attends_itself
         if not anatomy.attends_itself:
@@ -135,6 +137,7 @@ class CausalLMStage(PipelineStage):
         asked = getattr(model.config.get_text_config(), "output_router_logits", False)
         self._without_router_logits = {"output_router_logits": False} if asked else {}
         self._recompute = recompute or RecomputePolicy()
+        self._tiled_head = TiledHead(model, loss_tokens) if self.has_loss and loss_tokens is not None else None
         self._carriers: list[nn.Module] | None = None  # layers that carry states; None: not known yet
         layers = anatomy.layers_of(model)
         self.layers = [layers[index] for index in self.layers_here]
@@ -191,7 +194,7 @@ class CausalLMStage(PipelineStage):
 
         Returns:
             The message to the next stage, (b, T, hidden) first, or on the last stage with a whole head the logits
-            (b, T, vocabulary).
+            (b, T, vocabulary), or HeadTiles in their place.
         """
         hidden = inputs[0] if inputs else None
         context = SliceContext(token_slice, store, self.tables, hidden, self.attends_itself, records_masks)
@@ -205,7 +208,8 @@ class CausalLMStage(PipelineStage):
         num_keys = token_slice.end if self.attends_itself else token_slice.input_ids.shape[1]
         with self._running(context):
             self._seeds.enter(-1)
-            output = self.model(
+            run: Any = self.model if self._tiled_head is None else self._tiled_head.hidden
+            output = run(
                 input_ids=token_slice.input_ids,
                 # without it transformers looks for packed documents, which waits until the GPU is idle
                 attention_mask=token_slice.input_ids.new_ones(len(token_slice.input_ids), num_keys, dtype=torch.bool),
@@ -217,10 +221,21 @@ class CausalLMStage(PipelineStage):
             )
         if context.num_masks != (first := len(self.tables.functions)):
             raise RuntimeError(f"the model built {context.num_masks} masks, {first} when it was first run")
+        if self._tiled_head is not None:
+            logits_of = partial(self._logits_of_tile, context.entered_layer())
+            return HeadTiles(logits_of, output, self._tiled_head.num_tokens, store.is_repeated)
         if self.is_last:
             return output.logits if self.has_loss else (output.logits.to(self.hidden_dtype),)
         assert context.output is not None, f"the last of {self.owned} did not run"
         return context.output.to(self.hidden_dtype), *self._crossing.leaving(context, self.hidden_dtype)
+
+    def _logits_of_tile(self, context: SliceContext, hidden: Tensor) -> Tensor:
+        """Returns the logits (b, n, V) of some tokens of a slice, given their last hidden states (b, n, hidden)."""
+        assert self._tiled_head is not None
+        with self._running(context):
+            self._seeds.enter(self.num_layers)
+            ids = context.token_slice.input_ids
+            return self._tiled_head.logits(hidden, input_ids=ids, use_cache=False, **self._without_router_logits)
 
     def _past(self, context: SliceContext) -> dict[str, SliceCache]:
         """Returns the cache as the model's argument."""

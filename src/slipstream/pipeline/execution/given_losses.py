@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from slipstream.errors import SlipstreamError
 from slipstream.keyed_draws import kept_random_states
-from slipstream.model import NamedWeights, Tensors, references, storage_id
+from slipstream.model import HeadTiles, NamedWeights, Tensors, references, storage_id
 from slipstream.pipeline.cut_batch import SplitBatch, counted
 from slipstream.pipeline.execution.loss_trial import DIVISOR_WITH_GRADIENT, DRAWS, LossTrial, pair_of
 from slipstream.pipeline.execution.losses import OutputForms, SliceLosses
@@ -65,11 +65,18 @@ class GivenLosses(SliceLosses):
     def compute(self, outputs: Any, state: StepState, key: SliceKey) -> Tensors:
         """Returns (sum, count). Raises SlipstreamError where the function returns something else."""
         _, m, i = key
-        total, count = pair_of(self.function(outputs, state.batch.targets[m][i]))
+        targets = state.batch.targets[m][i]
+        if isinstance(outputs, HeadTiles):
+            total, count = outputs.summed(self._pair, targets)
+        else:
+            total, count = self._pair(outputs, targets)
         if count.requires_grad:
             raise SlipstreamError(DIVISOR_WITH_GRADIENT)
         self.says_divisor |= count.is_floating_point()
         return total, count
+
+    def _pair(self, outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return pair_of(self.function(outputs, targets))
 
     def try_on(self, batch: SplitBatch, forms_of: Callable[[Any, Tensor], OutputForms], has_backward: bool) -> None:
         """Tries the function on targets of a batch and made-up outputs, unless it was on a batch that is cut alike.

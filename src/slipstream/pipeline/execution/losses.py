@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import SlipstreamError
-from slipstream.model import Tensors
+from slipstream.model import HeadTiles, Tensors
 from slipstream.pipeline.cut_batch import SplitBatch
 from slipstream.pipeline.execution.rank_program import SliceKey
 from slipstream.pipeline.execution.step_state import StepState
 from slipstream.pipeline.pipeline_options import LossFunction
 
+SliceOutputs = Tensor | HeadTiles  # the last stage's outputs, or what they are computed from
 TokenOutputs = Callable[[Tensor, Tensor], Tensor]  # (logits (b, T, V), targets (b, T)) -> (b, T, ...)
 
 
@@ -37,7 +38,7 @@ class Losses(ABC):
     """Whether it has done so in some call so far."""
 
     @abstractmethod
-    def compute(self, outputs: Tensor, state: StepState, key: SliceKey) -> Tensors:
+    def compute(self, outputs: SliceOutputs, state: StepState, key: SliceKey) -> Tensors:
         """Returns the tensors that F computes of a slice, and R repeats."""
 
     @abstractmethod
@@ -55,10 +56,13 @@ class SliceLosses(Losses):
 
     function: LossFunction
 
-    def compute(self, outputs: Tensor, state: StepState, key: SliceKey) -> Tensors:
+    def compute(self, outputs: SliceOutputs, state: StepState, key: SliceKey) -> Tensors:
         """Returns (sum, count) of a slice, which F computes and R repeats."""
         _, m, i = key
-        return self.function(outputs, state.batch.targets[m][i])
+        targets = state.batch.targets[m][i]
+        if isinstance(outputs, HeadTiles):
+            return outputs.summed(self.function, targets)
+        return self.function(outputs, targets)
 
     def add(self, computed: Tensors, state: StepState, key: SliceKey, has_backward: bool) -> Tensor:
         """Adds a slice to the step's loss; returns the root of its backward, which begins with the weight of each
@@ -76,10 +80,13 @@ class CollectedOutputs(Losses):
     function: TokenOutputs
     outputs: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # results by (microbatch, slice)
 
-    def compute(self, outputs: Tensor, state: StepState, key: SliceKey) -> Tensors:
+    def compute(self, outputs: SliceOutputs, state: StepState, key: SliceKey) -> Tensors:
         """Returns the collected tensor of a slice."""
         _, m, i = key
-        return (self.function(outputs, state.batch.targets[m][i]),)
+        targets = state.batch.targets[m][i]
+        if isinstance(outputs, HeadTiles):
+            return (outputs.joined(self.function, targets),)
+        return (self.function(outputs, targets),)
 
     def add(self, computed: Tensors, state: StepState, key: SliceKey, has_backward: bool) -> Tensor:
         """Collects a slice's results."""

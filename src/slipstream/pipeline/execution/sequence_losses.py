@@ -11,10 +11,10 @@ from torch import Tensor
 
 from slipstream.errors import SlipstreamError
 from slipstream.keyed_draws import kept_random_states
-from slipstream.model import Tensors, graph_leaves
+from slipstream.model import HeadTiles, Tensors, graph_leaves
 from slipstream.parallel import RankGroup
 from slipstream.pipeline.cut_batch import SplitBatch
-from slipstream.pipeline.execution.losses import Losses, OutputForms
+from slipstream.pipeline.execution.losses import Losses, OutputForms, SliceOutputs
 from slipstream.pipeline.execution.rank_program import SliceKey
 from slipstream.pipeline.execution.step_state import StepState
 from slipstream.pipeline.loss_sequences import SUMS
@@ -38,11 +38,15 @@ class SequenceLosses(Losses):
     sharing: RankGroup
     _is_tried: bool = field(default=False, init=False)
 
-    def compute(self, outputs: Tensor, state: StepState, key: SliceKey) -> Tensors:
+    def compute(self, outputs: SliceOutputs, state: StepState, key: SliceKey) -> Tensors:
         """Returns a slice's sums of log-probabilities, one or two for each of the n sequences of its microbatch."""
         _, m, i = key
         sequences = state.batch.sequences[m]
-        log_probabilities = -self.token_losses(outputs, state.batch.targets[m][i])
+        targets = state.batch.targets[m][i]
+        if isinstance(outputs, HeadTiles):
+            log_probabilities = -outputs.joined(self.token_losses, targets)
+        else:
+            log_probabilities = -self.token_losses(outputs, targets)
         sums = log_probabilities.new_zeros(sequences.count * self.loss.num_sums)
         places = state.batch.values[SUMS.name].slices[m][i]
         return (sums.index_add(0, places.flatten(), log_probabilities.flatten()),)

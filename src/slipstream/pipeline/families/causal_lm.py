@@ -350,6 +350,7 @@ class CausalLMFamily(ModelFamily):
                     head=heads.get(g),
                     router_loss=self._router_loss,
                     recompute=layout.recompute,
+                    loss_tokens=self._options.memory.loss_tokens,
                     **vars(shared),
                 )
             return stages

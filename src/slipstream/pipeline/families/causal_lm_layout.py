@@ -25,6 +25,7 @@ from slipstream.model import (
     SpreadHead,
     StagePart,
     check_router_loss,
+    check_tiled_head,
     find_anatomy,
     find_halves,
     find_spreadable_head,
@@ -80,6 +81,11 @@ def plan_layout(
                 f"vocabulary='whole', but the schedule {schedule.name!r} has V's, which spread the head. Leave "
                 "vocabulary out, or give a schedule without V, L and VW."
             )
+        if options.memory.loss_tokens is not None:
+            raise SlipstreamError(
+                f"memory.loss_tokens={options.memory.loss_tokens} with a head whose rows are spread over ranks, which "
+                "have the logits of their own. Give vocabulary='whole', or leave memory.loss_tokens out."
+            )
         check_spread(config, tensor_ranks, schedule.num_ranks, options)
         _check_spread_embedding(anatomy, schedule)
     model = FlopEstimate(config, anatomy, seq_len, has_head=not spreads, whole=whole)
@@ -102,6 +108,13 @@ def plan_layout(
     )
     _check_sharding(anatomy, tensor_ranks, options)
     check_context(anatomy, options, f"model_type {config.model_type!r}")
+    if memory.loss_tokens is not None:
+        if options.parallel.sequence_parallel and tensor_ranks > 1:
+            raise SlipstreamError(
+                f"memory.loss_tokens={memory.loss_tokens} with parallel.sequence_parallel=true, where ranks share the "
+                "tokens before the head. Leave one of the two out."
+            )
+        check_tiled_head(config)
     return layout, anatomy
 
 

@@ -262,6 +262,11 @@ class SequenceFamily(ModelFamily):
     def lay_out(self, schedule: Schedule, slices: int | Sequence[int]) -> StageLayout:
         self._check_slices(schedule, slices)
         memory = self._options.memory
+        if memory.loss_tokens is not None:
+            raise SlipstreamError(
+                f"memory.loss_tokens={memory.loss_tokens}: an option of causal LMs, but the model is an nn.Sequential. "
+                "Leave it out."
+            )
         stages = divide(self._layers, self._options.partition, self._costs, schedule.placement)
         check_weights_on_one_stage(self._layers, stages)
         check_reads_on_one_stage(self._layers, stages)
