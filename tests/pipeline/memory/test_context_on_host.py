@@ -12,12 +12,12 @@ import pytest
 import torch
 from transformers import BloomConfig
 
-from slipstream import SlipstreamError
-from slipstream.attention import key_blocks
+from slipstream import SlipstreamError, host_memory
 from slipstream.cost import ANY_HOST, CountedOperations, StateBytes
 from slipstream.planner.plan import ONE_DEVICE
 from slipstream.planner.search import GlobalBatch, evaluate
 from slipstream.profile import count_model
+from slipstream.profile.stage_bench import memory_meter, tensors_alive
 from support.architectures import ARCHITECTURES, LENGTH, VOCABULARY, build, llama, tokens
 from support.exact_steps import documents_error, exact_pipe
 from support.hybrids import HYBRIDS
@@ -84,15 +84,14 @@ def test_the_account_knows_the_bytes_on_the_host(name: str, schedule: str, monke
     """Exactly: all files that are there at the same time."""
     there: list[int] = [0]
     most: list[int] = [0]
-    made = key_blocks._mapped
+    make = host_memory._mapped_file
 
-    def mapped(dtype: torch.dtype, *shapes: torch.Size) -> list[torch.Tensor]:
-        tensors = made(dtype, *shapes)
-        size = sum(each.nbytes for each in tensors)
+    def mapped(size: int, tenant: host_memory.Tenant) -> torch.Tensor:
+        file = make(size, tenant)
         there[0] += size
         most[0] = max(most[0], there[0])
-        weakref.finalize(tensors[0].untyped_storage(), lambda: there.__setitem__(0, there[0] - size))
-        return tensors
+        weakref.finalize(file.untyped_storage(), lambda: there.__setitem__(0, there[0] - size))
+        return file
 
     config = ARCHITECTURES[name]
     lengths = (24, 16, 16, 8)
@@ -101,7 +100,7 @@ def test_the_account_knows_the_bytes_on_the_host(name: str, schedule: str, monke
     )
     inputs = tokens(batch=2)
     pipe.step(inputs, inputs)
-    monkeypatch.setattr(key_blocks, "_mapped", mapped)
+    monkeypatch.setattr(host_memory, "_mapped_file", mapped)
     pipe.step(inputs, inputs)
 
     plan = ONE_DEVICE.closed(
@@ -115,6 +114,23 @@ def test_the_account_knows_the_bytes_on_the_host(name: str, schedule: str, monke
     account = evaluate(plan, costs, GlobalBatch(LENGTH, 2), StateBytes.of("float32"), ANY_HOST)
     assert account.host_peaks() == [most[0]]
     assert not there[0]
+
+
+@pytest.mark.parametrize("recompute", first_of(["stage", "full", "stage+full", "none"]))
+def test_the_device_holds_nothing_of_a_slice_that_waits(recompute: str) -> None:
+    """Of each token its position, its label, and of each slice the sums by which its recomputation is checked."""
+    peaks = []
+    for num_slices in (8, 16):
+        ids = tokens(batch=1, length=64 * num_slices)
+        config = llama(num_hidden_layers=2, max_position_embeddings=ids.shape[1])
+        pipe = make_pipe(
+            build(config).float(), slices=num_slices, context="host", offload=1.0, recompute=recompute, self_check=False
+        )
+        with memory_meter(torch.device("cpu"), tensors_alive()) as memory:
+            before = memory.num_bytes
+            pipe.step(ids, ids)
+            peaks.append(memory.peak - before)
+    assert peaks[1] - peaks[0] < (8 + 8 + 2) * 8 * 64
 
 
 def test_a_model_that_reads_all_keys_is_refused() -> None:
