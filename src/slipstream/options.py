@@ -88,7 +88,8 @@ class Memory(Record):
     another order every time."""
     offload: float = Field(default=0.0, ge=0, le=1)
     """The share of each rank's slices, those that wait longest, whose activations are in host memory between forward
-    and backward: pinned memory with a GPU, else a file. Keys and values stay."""
+    and backward: pinned memory with a GPU, else a file. Keys and values stay. With `recompute: full` and microbatches
+    of one slice of a causal LM, also the share of each stage's layers, the first, whose inputs are there."""
     context: Literal["device", "host"] = "device"
     """Where the keys and values of a microbatch's slices lie, with their gradients: on the `device`, or on the `host`,
     pinned memory with a GPU, else files. A slice then attends to those of one earlier slice after the other, and the

@@ -28,6 +28,7 @@ from slipstream.model.autograd_memory import (
     RecomputePolicy,
     SavedTensors,
     SliceReplay,
+    activations_on_host,
     recompute_advice,
     recompute_in_backward,
     take_differing_layers,

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
 
 from slipstream.attention import ContextStore
 from slipstream.errors import SlipstreamError
+from slipstream.host_memory import HostMemory, HostTensors, Tenant, host_memory
 from slipstream.keyed_draws import current_draws, drawing
 from slipstream.model.hooks.token_slice import noting_outputs
 from slipstream.model.tensors import Tensors, storage_bytes, storage_id, written_tensors
@@ -386,11 +387,16 @@ _Outputs = TypeVar("_Outputs")
 
 
 def recompute_in_backward(
-    run: Callable[[], _Outputs], again: Callable[[Any], object], inputs: Any, is_checked: bool, is_repeated: bool
+    run: Callable[[], _Outputs],
+    again: Callable[[Any], object],
+    inputs: Any,
+    is_checked: bool,
+    is_repeated: bool,
+    on_host: MovedInputs | None = None,
 ) -> _Outputs:
     """Returns `run()`, keeping only its inputs, tensors in containers of any kind; `again(inputs)` computes the rest
     once more in the backward, and layers' outputs are compared where that `is_checked`. Nothing is kept where all of it
-    `is_repeated` before the backward.
+    `is_repeated` before the backward. Inputs with a gradient are kept `on_host`, if that is given.
 
     The backward uses the same autocast, and draws as the forward does; `again` is responsible for its random state.
     Code around the call, as of a slice with an R or OFFLOAD, has the inputs among its saved tensors.
@@ -400,7 +406,7 @@ def recompute_in_backward(
             return run()
     leaves, form = tree_flatten(inputs)
     saved = SavedTensors(set())
-    kept = [_kept(leaf) for leaf in leaves]
+    kept = [_kept(leaf, on_host) for leaf in leaves]
     checks = OutputChecks() if is_checked else None
     device = next((leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)), "cpu")
     autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
@@ -432,6 +438,44 @@ def _within(modes: Sequence[weakref.ref[TorchFunctionMode]]) -> Iterator[None]:
             _modes._pop_mode()
 
 
+def activations_on_host(device: torch.device) -> HostMemory:
+    """Returns the host's memory for what forwards on a device keep for their backwards."""
+    return host_memory(device, Tenant("memory.offload", "saved activations", "lower memory.offload"))
+
+
+class MovedInputs:
+    """Keeps on the host what enters the layers of a forward, one layer after the other.
+
+    forward    layer 0 | layer 1 | layer 2      what has entered a layer leaves while the layer runs
+    backward   layer 2 | layer 1 | layer 0      what enters the layer before is on its way meanwhile
+    """
+
+    def __init__(self, device: torch.device, num_layers: int) -> None:
+        self.num_layers = num_layers
+        self._host = activations_on_host(device)
+        self._last: weakref.ref[HostTensors] | None = None
+        self._before: weakref.WeakKeyDictionary[HostTensors, weakref.ref[HostTensors] | None] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def keep(self, tensor: Tensor) -> HostTensors:
+        """Begins to move what enters the next layer."""
+        moved = self._host.keep([tensor])
+        moved.leave()
+        self._before[moved] = self._last
+        self._last = weakref.ref(moved)
+        return moved
+
+    def fetch(self, moved: HostTensors) -> Tensor:
+        """Returns what entered a layer, and begins to bring what entered the one before."""
+        moved.begin()
+        (tensor,) = moved.wait()
+        before = self._before.pop(moved, None)
+        if before is not None and (earlier := before()) is not None:
+            earlier.begin()
+        return tensor
+
+
 class _Kept(NamedTuple):
     """An input of a recomputation, as kept by the hooks on saved tensors."""
 
@@ -444,10 +488,12 @@ class _Kept(NamedTuple):
         return value if self.needs_gradient is None else value.detach().requires_grad_(self.needs_gradient)
 
 
-def _kept(leaf: Any) -> _Kept:
+def _kept(leaf: Any, on_host: MovedInputs | None) -> _Kept:
     if not isinstance(leaf, Tensor):
         return _Kept(leaf)
     if (hooks := _autograd._top_saved_tensors_default_hooks(False)) is None:
+        if on_host is not None and leaf.requires_grad:
+            return _Kept(on_host.keep(leaf.detach()), on_host.fetch, needs_gradient=True)
         return _Kept(leaf.detach(), needs_gradient=leaf.requires_grad)
     pack, unpack = hooks
     return _Kept(pack(leaf.detach()), unpack, leaf.requires_grad)

@@ -19,7 +19,7 @@ from slipstream.attention import ContextStore, TokenExchange
 from slipstream.errors import SlipstreamError
 from slipstream.keyed_draws import PlaceSeed, current_draws
 from slipstream.model.anatomy import ModelAnatomy, uses_randomness
-from slipstream.model.autograd_memory import RecomputePolicy, recompute_in_backward
+from slipstream.model.autograd_memory import MovedInputs, RecomputePolicy, recompute_in_backward
 from slipstream.model.cutting import PassThrough, has_end, keep_layers, second_half
 from slipstream.model.hooks import attention
 from slipstream.model.hooks.attention import masks_and_biases
@@ -71,7 +71,8 @@ class CausalLMStage(PipelineStage):
     stage gives the head's input, and `vocabulary` has the rows that lie next to this stage. With `router_loss` each
     layer's routers add to the loss. With `exchange`, other ranks have other tokens of every slice; with `experts` the
     model has this rank's experts. `recompute` says which layers keep only their inputs, until a backward computes them
-    again. With `loss_tokens` the last stage has the logits of so many tokens at a time.
+    again. With `loss_tokens` the last stage has the logits of so many tokens at a time. `inputs_on_host` is the share
+    of the first layers whose inputs are on the host where a microbatch is one slice.
     """
 
     has_skips = False  # past other stages
@@ -89,6 +90,7 @@ class CausalLMStage(PipelineStage):
         exchange: Callable[[TokenParts], TokenExchange] | None = None,
         experts: SpreadExperts | None = None,
         loss_tokens: int | None = None,
+        inputs_on_host: float = 0.0,
     ) -> None:
         self.attends_itself = anatomy.attends_itself
         if not anatomy.attends_itself:
@@ -137,6 +139,9 @@ class CausalLMStage(PipelineStage):
         asked = getattr(model.config.get_text_config(), "output_router_logits", False)
         self._without_router_logits = {"output_router_logits": False} if asked else {}
         self._recompute = recompute or RecomputePolicy()
+        self._moved_inputs: MovedInputs | None = None
+        if inputs_on_host and self._recompute.num_layers:
+            self._moved_inputs = MovedInputs(device, round(inputs_on_host * len(self.layers_here)))
         self._tiled_head = TiledHead(model, loss_tokens) if self.has_loss and loss_tokens is not None else None
         self._carriers: list[nn.Module] | None = None  # layers that carry states; None: not known yet
         layers = anatomy.layers_of(model)
@@ -284,7 +289,11 @@ class CausalLMStage(PipelineStage):
 
         # a cache that doesn't know the tensors of this forward, whose graph keeps it
         arguments = tree_map_only(SliceCache, lambda _: SliceCache(entered), (args, kwargs))
-        output = recompute_in_backward(run, again, arguments, self._recompute.is_checked, store.is_repeated)
+        on_host = self._moved_inputs
+        if on_host is not None:
+            is_moved = context.layer < self.layers_here.start + on_host.num_layers
+            on_host = on_host if is_moved and not context.token_slice.is_cut else None
+        output = recompute_in_backward(run, again, arguments, self._recompute.is_checked, store.is_repeated, on_host)
         store.drop_lone_slices()
         return output
 

@@ -17,6 +17,7 @@ from slipstream.host_memory import FileMemory, Tenant
 from slipstream.model import storage_id
 from slipstream.model.autograd_memory import RecomputationError, SavedTensors
 from slipstream.pipeline.execution import StepState
+from slipstream.profile.stage_bench import memory_meter, tensors_alive
 from support.architectures import ARCHITECTURES, build, gradients, labels_of, llama, tokens
 from support.live_memory import LiveMemory, held_after_three_slices
 from support.observers import BeforeEach
@@ -83,6 +84,23 @@ def test_memory_is_free_while_it_is_on_the_host() -> None:
         batch = 4 * 64 * 8  # one tensor of token ids
         assert moved < context + 8 * batch < none / 8
         assert after_moving == after
+
+
+def test_what_enters_the_layers_of_one_slice_is_on_the_host() -> None:
+    """Of the first half of twelve layers, and of all: to the bit, and to the byte."""
+    ids, peaks, found = tokens(batch=1), list[int](), list[dict[str, Tensor]]()
+    for offload in (0.0, 0.5, 1.0):
+        model = build(llama(num_hidden_layers=12)).float()
+        pipe = make_pipe(model, slices=1, recompute="full", offload=offload, self_check=False)
+        pipe.step(ids, ids)
+        with memory_meter(torch.device("cpu"), tensors_alive()) as memory:
+            before = memory.num_bytes
+            pipe.step(ids, ids)
+            peaks.append(memory.peak - before)
+        found.append(gradients(pipe))
+    assert all(torch.equal(found[0][name], gradient) for name, gradient in (*found[1].items(), *found[2].items()))
+    entering = 64 * 32 * 4  # (b, T, hidden) in float32
+    assert [peaks[0] - peak for peak in peaks] == [0, 6 * entering, 12 * entering]
 
 
 def test_half_of_the_slices_is_half_of_the_memory() -> None:

@@ -10,20 +10,19 @@ import torch
 from torch import Tensor
 
 from slipstream.attention import ContextStore
-from slipstream.host_memory import HostMemory, HostTensors, Tenant, host_memory
+from slipstream.host_memory import HostMemory, HostTensors
 from slipstream.model import (
     PipelineStage,
     RecomputePolicy,
     SavedTensors,
     SliceReplay,
     Tensors,
+    activations_on_host,
     model_storages,
     storage_ids,
 )
 from slipstream.pipeline.execution.rank_program import ProgramStep, SliceKey
 from slipstream.pipeline.execution.step_state import StepState
-
-_OFFLOADED = Tenant("memory.offload", "saved activations", "lower memory.offload")
 
 
 class BlockMoves(Protocol):
@@ -74,7 +73,7 @@ class SavedActivations:
     ) -> None:
         self._stages = stages
         self._recompute = recompute or RecomputePolicy(by_stage=True)
-        self._host = host_memory(device, _OFFLOADED)
+        self._host = activations_on_host(device)
 
     def begin(self, state: StepState, moves: BlockMoves | None) -> None:
         """Begins a step; without `moves` they are eager."""

@@ -351,6 +351,8 @@ class CausalLMFamily(ModelFamily):
                     router_loss=self._router_loss,
                     recompute=layout.recompute,
                     loss_tokens=self._options.memory.loss_tokens,
+                    # Graphs repeat kernels on fixed memory.
+                    inputs_on_host=0.0 if self._options.runtime.cuda_graphs else layout.offload,
                     **vars(shared),
                 )
             return stages
