@@ -39,6 +39,7 @@ TRIALS = {
     "ragged": "--layers 2 --longest 256 --tokens 512 --repeats 1",
     "all_peers": "--repeats 1",
     "spread": "--repeats 1",
+    "long_sequence": "--repeats 1",
     "token_slices": "--lengths 256 --sequences --ours auto --repeats 1 --warmups 0 --steps 2",
     "auto_grid": "--minutes 2",
     "auto_planned": "--starts 1",
@@ -76,6 +77,7 @@ TRIALS = {
 }
 ON_REQUEST = {
     "all_peers",
+    "long_sequence",
     "papers.figure3",
     "loss_curves",
     "exactness",

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from benchmarks.harness import few, interleaved, restart_in_environment, setting, write
-from benchmarks.peers import VOCABULARY, model_config, whole_model
+from benchmarks.peers import VOCABULARY, model_config, use_checkpoints, whole_model
 from slipstream import Memory, Pipeline, Runtime
 from slipstream.profile import memory_meter
 from slipstream.profile.stage_bench import tensors_alive
@@ -33,9 +33,9 @@ Step = Callable[[], object]
 
 def theirs(config: PretrainedConfig, ids: Tensor, checkpoints: bool) -> tuple[nn.Module, Step]:
     """Returns the model as transformers runs it, and its step."""
-    model: Any = whole_model(config).train()
-    if checkpoints:  # whose name is another one in later versions
-        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    model = whole_model(config).train()
+    if checkpoints:
+        use_checkpoints(model)
     return model, lambda: model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
 
 

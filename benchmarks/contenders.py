@@ -3,13 +3,15 @@ Slipstream."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -17,7 +19,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedCon
 from transformers.masking_utils import AttentionMaskInterface
 
 from benchmarks.action_times import ActionTimes
-from benchmarks.peers import mean_loss, model_config, torch_pipeline, whole_model
+from benchmarks.peers import mean_loss, model_config, torch_pipeline, use_checkpoints, whole_model
 from slipstream import Pipeline, Runtime, Schedule, make_mesh, simulate
 from slipstream.timeline import Timeline
 
@@ -49,18 +51,28 @@ class WholeModel:
 
 
 class Unsliced(WholeModel):
-    """transformers' model in one process, one sequence after the other."""
+    """transformers' model in one process, one sequence after the other.
 
-    def __init__(self, config: PretrainedConfig, batch: int, length: int) -> None:
+    With `checkpoints` what enters a layer is saved for its backward, and the rest is computed again; `on_host`: torch's
+    save_on_cpu moves what is saved to host memory.
+    """
+
+    def __init__(
+        self, config: PretrainedConfig, batch: int, length: int, checkpoints: bool = False, on_host: bool = False
+    ) -> None:
         self.inputs = tokens(config, batch, length)
         self.model = whole_model(config)
+        if checkpoints:
+            use_checkpoints(self.model)
+        self._saving: Callable[[], AbstractContextManager[object]] = save_on_cpu if on_host else nullcontext
 
     def step(self) -> float:
         return sum(self._add(row) for row in self.inputs.split(1))
 
     def _add(self, row: Tensor) -> float:
-        logits = self.model(input_ids=row, use_cache=False).logits
-        loss = mean_loss(logits, shifted(row)) / len(self.inputs)
+        with self._saving():
+            logits = self.model(input_ids=row, use_cache=False).logits
+            loss = mean_loss(logits, shifted(row)) / len(self.inputs)
         loss.backward()
         return float(loss.detach())
 

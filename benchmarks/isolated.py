@@ -68,6 +68,11 @@ class Contender:
             self._processes.append(process)
         self._has_started = False
 
+    @property
+    def process_ids(self) -> list[int]:
+        """The system's numbers of its processes."""
+        return [process.pid for process in self._processes if process.pid is not None]
+
     def start(self) -> None:
         """Waits until its processes have imported and joined their group, and stops them."""
         if not self._has_started:
@@ -99,9 +104,11 @@ class Contender:
         return self._ask("peak memory")  # type: ignore[return-value]
 
     def close(self) -> None:
-        self._signal(signal.SIGCONT)
-        for connection in self._connections:
-            connection.send("close")
+        """Ends its processes, those too that are left where one has ended by itself."""
+        if all(process.is_alive() for process in self._processes):
+            self._signal(signal.SIGCONT)
+            for connection in self._connections:
+                connection.send("close")
         for process in self._processes:
             process.join(20)
             process.kill()

@@ -47,6 +47,13 @@ def whole_model(config: PretrainedConfig) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
 
 
+def use_checkpoints(model: PreTrainedModel) -> None:
+    """Lets transformers save what enters each layer alone, and compute the rest again."""
+    model.train()
+    # The name is another one in later versions.
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+
+
 def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 

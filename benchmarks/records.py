@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks import long_sequence_page
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "benchmarks.md"
@@ -226,6 +228,9 @@ SUBJECTS = {
         "spread",
         sources=(*_PIPELINE, "benchmarks/all_peers.py"),
     ),
+    "long_sequence": Subject(
+        "memory and seconds over the length of a sequence, beside transformers", "long_sequence", sources=_PIPELINE
+    ),
     "exactness": Subject(
         "gradients on 32 meshes against one process",
         "exactness",
@@ -340,7 +345,9 @@ def tables() -> dict[str, str]:
         lines += [f"| {' | '.join([part, subject.what, *state])} |" for part, *state in _states(name)]
     width = max(map(len, SUBJECTS))
     commands = [f"{name:{width}}  {subject.command}" for name, subject in SUBJECTS.items()]
+    long = RESULTS / "long_sequence.json"
     return {
+        "long sequences": long_sequence_page.text(json.loads(long.read_text())) if long.exists() else "",
         "records": "\n".join(lines) + "\n",
         "commands": "\n".join(["```text", *commands, "```"]) + "\n",
     }
