@@ -1,13 +1,13 @@
-"""Everything that a short lease of a GPU is for, in two parts of less than ten minutes, the most valuable first.
+"""Everything that a short lease of a GPU is for, in three parts of less than ten minutes, the most valuable first.
 
     python -m benchmarks.gpu_session --list                 # the tasks, their seconds, and the records that they renew
     python -m benchmarks.gpu_session --carry                # at home: downloads what the machine lacks, into .wheels
-    python -m benchmarks.gpu_session --part 1 --output DIR  # on the machine with the GPU; then --part 2
+    python -m benchmarks.gpu_session --part 1 --output DIR  # on the machine with the GPU; then --part 2, --part 3
     python -m benchmarks.gpu_session --take DIR             # at home: puts the records where they belong
     python -m benchmarks.gpu_session --dry                  # on a CPU, at toy size: could each task start?
 
 Each task is a process of its own with a limit. When it ends, or is ended, one file has what it printed and the records
-that it has written, so that a lease cut short has given something; both parts together write at most eight files.
+that it has written, so that a lease cut short has given something; all parts together write at most eight files.
 
 The machine needs a Python with PyTorch, transformers, and what else is too large to carry (numba, pyarrow, pandas,
 matplotlib), a copy of the working tree, and no network: Slipstream is imported from src, and what that Python lacks
@@ -138,12 +138,20 @@ TASKS = (
         ("--device=cpu", "--toy", "--budget=20"),
         ("gpu_profile",),
     ),
+    Task(
+        "context",
+        3,
+        240,
+        ("-m", "benchmarks.gpu_context"),
+        ("--device=cpu", "--toy"),
+        ("gpu_context",),
+    ),
 )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--part", type=int, choices=[1, 2])
+    parser.add_argument("--part", type=int, choices=[1, 2, 3])
     parser.add_argument("--only", nargs="+", choices=[task.name for task in TASKS], metavar="TASK")
     parser.add_argument("--output", type=Path, help="a folder for one file of each task")
     parser.add_argument("--list", action="store_true")

@@ -193,6 +193,11 @@ SUBJECTS = {
     "gpu_layers": Subject("Llama-3-8B's layers on a GPU, in slices", "gpu_layers"),
     "gpu_layers_fused": Subject("the same with fused kernels", "gpu_layers", "--fused --repeats 1"),
     "gpu_attention": Subject("attention in slices against PyTorch's best kernel on a GPU", "gpu_attention"),
+    "gpu_context": Subject(
+        "one long sequence on a GPU, its context on the host and on the device, beside transformers",
+        "gpu_context",
+        sources=("src/slipstream", "benchmarks/gpu_layers.py"),
+    ),
     "gpu_steps": Subject("a step of two stages on one GPU against its plan", "gpu_steps"),
     "gpu_profile": Subject("a profile against held-out times on a GPU", "gpu_profile", "--budget 55"),
     "fused_cuda": Subject("layers with and without fused kernels, GPU", "fused", "--device cuda"),

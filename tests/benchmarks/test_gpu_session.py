@@ -1,4 +1,4 @@
-"""The program for a short lease of a GPU: two parts within ten minutes each, files whatever becomes of a task."""
+"""The program for a short lease of a GPU: three parts within ten minutes each, files whatever becomes of a task."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ print(only_there.__file__, os.environ["PYTHONPATH"])
 """
 
 
-@pytest.mark.parametrize("part", [1, 2])
+@pytest.mark.parametrize("part", [1, 2, 3])
 def test_a_part_fits_a_lease(part: int) -> None:
     assert sum(task.seconds for task in TASKS if task.part == part) <= 320
     assert len({task.name for task in TASKS}) == len(TASKS) <= MOST_FILES

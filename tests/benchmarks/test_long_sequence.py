@@ -1,4 +1,4 @@
-"""Long sequences beside transformers: what is sampled of a process, what is refused, and a toy."""
+"""Long sequences beside transformers: what is sampled of a process, what is refused, and toys of both programs."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch
+from benchmarks.gpu_layers import TOY
 from benchmarks.records import TRIAL
+from transformers import LlamaConfig
 
-from benchmarks import long_sequence, long_sequence_page
+from benchmarks import gpu_context, long_sequence, long_sequence_page
 from support.timeouts import SOON, wait_until
 
 HOLDS = "import sys; held = bytearray(b'1') * 100_000_000; print(flush=True); sys.stdin.read()"
@@ -73,3 +76,16 @@ def test_the_toy_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(row["before"] > 1e8 and row["seconds"] > 0 for row in record["rows"])
     assert len(record["targets"]) == 2
     assert (tmp_path / long_sequence_page.PICTURE.name).stat().st_size > 1000
+
+
+def test_the_toy_of_the_gpus_program_runs() -> None:
+    config = LlamaConfig(**TOY, num_hidden_layers=2, max_position_embeddings=256)
+    rows = gpu_context.measure_all(config, torch.device("cpu"), 128, 256, 32)
+    assert [(row["tokens"], "share of copies hidden" in row) for row in rows] == [
+        (128, False),
+        (128, False),
+        (128, True),
+        (256, True),
+    ]
+    losses = [row["loss"] for row in rows[:3]]
+    assert max(losses) - min(losses) < 1e-3

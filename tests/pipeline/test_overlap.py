@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.device_trace import Event, communication, read_events
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slipstream.comm.message import message_bytes, pack
 from slipstream.model import TensorSpec
 from slipstream.schedule import Action, Op
-from support.device_trace import Event, communication, read_events
 from support.forked import SHOWS_GPU, launch
 from support.paths import WORKERS
 

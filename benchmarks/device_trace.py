@@ -73,8 +73,19 @@ def _union(events: Iterable[Event]) -> list[Interval]:
 
 
 def _common(some: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
-    both = ((max(a, c), min(b, d)) for a, b in some for c, d in others)
-    return [(begin, end) for begin, end in both if begin < end]
+    """When both run, of intervals in order that don't touch: a trace may have a hundred thousand of them."""
+    found: list[Interval] = []
+    i = j = 0
+    while i < len(some) and j < len(others):
+        begin = max(some[i][0], others[j][0])
+        end = min(some[i][1], others[j][1])
+        if begin < end:
+            found.append((begin, end))
+        if some[i][1] < others[j][1]:
+            i += 1
+        else:
+            j += 1
+    return found
 
 
 def _length(intervals: Iterable[Interval]) -> float:
