@@ -94,6 +94,10 @@ class Memory(Record):
     """Where the keys and values of a microbatch's slices lie, with their gradients: on the `device`, or on the `host`,
     pinned memory with a GPU, else files. A slice then attends to those of one earlier slice after the other, and the
     next one's are on their way meanwhile."""
+    context_gradients: Literal["wide", "model"] = "wide"
+    """In what type the gradients of keys and values are summed over the slices that attend to them, wherever they lie:
+    `wide` is float32, or float64 where these are; `model` that of the keys and values themselves. In 16 bits it takes
+    half the bytes, and each slice's share is rounded as it is added."""
     loss_tokens: PositiveInt | None = None
     """How many tokens of a slice have logits at a time: head and loss run on some after the others, and again in the
     backward, so that logits, their float32 copy and their gradient take the memory of these. Of causal LMs whose head

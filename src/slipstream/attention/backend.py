@@ -105,10 +105,10 @@ class QueryState(NamedTuple):
 
 
 class TileGradients(NamedTuple):
-    """The buffers a backward pass adds to, in float32 or wider."""
+    """The buffers a backward pass adds to."""
 
-    query: Tensor  # (B,H,T,D)
-    key: Tensor  # (B,Hkv,S,D)
+    query: Tensor  # (B,H,T,D), in float32 or wider
+    key: Tensor  # (B,Hkv,S,D), in float32 or wider, or in the type of keys and values
     value: Tensor  # (B,Hkv,S,Dv)
 
 
@@ -170,7 +170,8 @@ class TiledBackend(AttentionBackend, Protocol):
         self, queries: QueryState, key: Tensor, value: Tensor, grads: TileGradients
     ) -> tuple[Tensor, ...]:
         """See `AttentionBackend`."""
-        total = _empty(queries.query, queries.query.shape[-1], grads.key.dtype).zero_()
+        wide = torch.promote_types(queries.query.dtype, torch.float32)
+        total = _empty(queries.query, queries.query.shape[-1], wide).zero_()
         for tile, rows, seen in self._tiles():
             gradients = TileGradients(total[rows], grads.key[seen], grads.value[seen])
             self.backward(QueryState(*(tensor[rows] for tensor in queries)), key[seen], value[seen], gradients, tile)

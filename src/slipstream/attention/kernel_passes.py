@@ -29,8 +29,8 @@ class KeyGradients(NamedTuple):
 def add_gradients(parts: list[KeyGradients], past: int, *totals: Tensor) -> list[Tensor]:
     """Adds the gradients of earlier slices' keys and values to the totals of both; returns the slice's own, complete.
 
-    Totals (B,Hkv,S,D) are in float32, with `past` keys of earlier slices. A slice's own are final with later slices'
-    parts, and are rounded as they are added: one pass where adding and copying took two.
+    Totals (B,Hkv,S,D) are in float32 or in the gradients' dtype, with `past` keys of earlier slices. A slice's own are
+    final with later slices' parts, and are rounded as they are added: one pass where adding and copying took two.
     """
     gradients = []
     for index, total in enumerate(totals):
@@ -75,7 +75,7 @@ def _finish(total: Tensor, gradient: Tensor) -> Tensor:
 
 
 def _summed(gradient: Tensor, total: Tensor) -> Tensor:
-    return gradient if len(gradient) == len(total) else gradient.sum(0, keepdim=True, dtype=total.dtype)
+    return gradient if len(gradient) == len(total) else gradient.sum(0, keepdim=True, dtype=torch.float32)
 
 
 class _Passes(NamedTuple):

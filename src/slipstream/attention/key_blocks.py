@@ -26,7 +26,7 @@ class KeyBlock(NamedTuple):
     start: int  # place of the first key of the block
     key: Tensor  # (B,Hkv,n,D), from the first key on that any query sees
     value: Tensor  # (B,Hkv,n,Dv)
-    sums: tuple[Tensor, ...] = ()  # sums of both gradients in float32 or wider; empty in a forward
+    sums: tuple[Tensor, ...] = ()  # sums of both gradients; empty in a forward
 
 
 def context_on_host(device: torch.device) -> HostMemory:
@@ -37,8 +37,10 @@ def context_on_host(device: torch.device) -> HostMemory:
 class HostBlock:
     """One slice's keys and values on the host, with the sums of their gradients once there are any."""
 
-    def __init__(self, host: HostMemory, key: Tensor, value: Tensor) -> None:
+    def __init__(self, host: HostMemory, key: Tensor, value: Tensor, sums: torch.dtype) -> None:
+        """`sums` is the type in which gradients will be summed."""
         self._host = host
+        self._type = sums
         self._keys = host.keep((key, value))
         self._sums: HostTensors | None = None
 
@@ -46,7 +48,7 @@ class HostBlock:
         """Begins to bring the block to the device; the sums are zeros the first time."""
         there = self._keys.begin()
         if with_sums and self._sums is None:
-            self._sums = self._host.zeros(there, torch.promote_types(there[0].dtype, torch.float32))
+            self._sums = self._host.zeros(there, self._type)
         if with_sums and self._sums is not None:
             self._sums.begin()
 

@@ -98,7 +98,7 @@ class _SliceAttention(torch.autograd.Function):
     backward  dK, dV  | += 2| += 2| own |        slice 2 adds to 0, 1, 2; then 2 is final and returned
 
     Where each rank has some tokens of the slice and the keys of all, the slice's keys are gathered before they are
-    written, and all ranks' parts of its gradients are summed once they are final, not rounded before.
+    written, and all ranks' parts of its gradients are summed once they are final, in float32 or wider.
     """
 
     @staticmethod
@@ -148,7 +148,9 @@ class _SliceAttention(torch.autograd.Function):
             grad_sinks = None if sinks is None else _sink_gradient(queries, sinks)
         sums = site.store.finish(site.call, site.ranges)
         if not finals:
-            finals = [_copy(total, query.dtype) for total in (exchange.reduce_scatter(*sums) if exchange else sums)]
+            if exchange:
+                sums = exchange.reduce_scatter(*(total.to(logsumexp.dtype) for total in sums))
+            finals = [_copy(total, query.dtype) for total in sums]
         return grad_query.to(query.dtype), *finals, grad_sinks, None, None, None
 
 

@@ -61,11 +61,14 @@ class ContextStore:
     Args:
         length: tokens of the whole sequence.
         host: where keys, values and their gradients lie instead, a block for each slice. None: on the device.
+        has_wide_sums: whether gradients are summed in float32 or wider, and not in the type of keys and values.
     """
 
-    def __init__(self, length: int, host: HostMemory | None = None) -> None:
+    def __init__(self, length: int, host: HostMemory | None = None, has_wide_sums: bool = True) -> None:
         self.length = length
         self._host = host
+        # The least type of sums: a type that is promoted by a bool stays as it is.
+        self._least_sums = torch.float32 if has_wide_sums else torch.bool
         self._contexts: dict[Hashable, _CallBuffers] = {}
         # by call, in the order of their first use and including freed ones: the keys [first, end) that each slice read
         self.reads: dict[Hashable, list[tuple[int, int]]] = {}
@@ -165,7 +168,8 @@ class ContextStore:
             return iter((KeyBlock(queries, 0, queries.seen(keys), queries.seen(values)),))
         context = self._written_slice(call, ranges)
         if ranges.start not in context.blocks:
-            context.blocks[ranges.start] = HostBlock(self._host, key, value)
+            sums = torch.promote_types(key.dtype, self._least_sums)
+            context.blocks[ranges.start] = HostBlock(self._host, key, value, sums)
         return streamed(_seen_blocks(context, ranges, queries), with_sums=False)
 
     def write(self, call: Hashable, key: Tensor, value: Tensor, ranges: KeyRanges) -> tuple[Tensor, Tensor]:
@@ -229,8 +233,8 @@ class ContextStore:
         if self._host is not None:
             return streamed(_seen_blocks(context, ranges, queries), with_sums=True)
         if len(context.buffers) == 2:
-            wide = torch.promote_types(context.buffers[0].dtype, torch.float32)
-            context.buffers += [torch.zeros_like(buffer, dtype=wide) for buffer in context.buffers]
+            dtype = torch.promote_types(context.buffers[0].dtype, self._least_sums)
+            context.buffers += [torch.zeros_like(buffer, dtype=dtype) for buffer in context.buffers]
         key, value, *sums = map(queries.seen, context.buffers)
         return iter((KeyBlock(queries, 0, key, value, tuple(sums)),))
 

@@ -9,7 +9,16 @@ from slipstream.cost.host_memory import ANY_HOST, HostMemorySpec
 from slipstream.cost.measured import MeasuredCosts, profile_behind
 from slipstream.cost.measured_stages import choose_stages
 from slipstream.cost.memory import NOTHING_BESIDE, HeldBeside, head_part_memory, memory_table
-from slipstream.cost.mode import ContextOnHost, Mode, PartlyTrained, WithoutHead, WithoutLookups, with_context
+from slipstream.cost.mode import (
+    ContextOnHost,
+    Mode,
+    NarrowContextGradients,
+    PartlyTrained,
+    WithoutHead,
+    WithoutLookups,
+    with_context,
+    with_context_gradients,
+)
 from slipstream.cost.operation_counts import (
     Amount,
     AttentionCall,

@@ -373,8 +373,8 @@ class Costs(ABC):
         return length * float(total(self.count(stage), self.each_context))
 
     def context_gradient_bytes(self, stage: Stage, length: int) -> float:
-        """Returns the bytes of the float32 gradients of `length` tokens' keys and values, alive from a microbatch's
-        first backward to its last."""
+        """Returns the bytes of the sums of the gradients of `length` tokens' keys and values, alive from a
+        microbatch's first backward to its last."""
         return length * float(total(self.count(stage), self.each_context_gradient))
 
     def logits_gradient_bytes(self, stage: Stage, length: int) -> float:

@@ -142,7 +142,7 @@ def _on_host(costs: Costs, stage: Stage, slices: tuple[int, ...], is_lone: bool)
         left = own * float(keys.sum())
         is_dropped = s == len(slices) - 1 and not has_backward
         found[s, Op.F] = Footprint(left - is_dropped * length * float(keys.sum()), left)
-        backward = Footprint(float(made[:, s].sum() - freed[:, s].sum()), float(most[:, s].max()))
+        backward = Footprint(float(made[:, s].sum() - freed[:, s].sum()), float(most[:, s].max(initial=0.0)))
         found[s, Op.B] = found[s, Op.I] = backward
     return found
 

@@ -7,7 +7,7 @@ changes costs is applied in this order:
    those of one rank already.
 2. What is trained: of counted models by the counts, of measured times by `PartlyTrained`.
 3. Which weights are elsewhere: `WithoutHead`, `WithoutLookups`, in either order.
-4. Where keys and values lie: `ContextOnHost`.
+4. How gradients of keys and values are summed, `NarrowContextGradients`; then where they lie, `ContextOnHost`.
 5. The update that ends a step, whose state may be spread (`slipstream.cost.update`).
 """
 
@@ -424,3 +424,18 @@ class ContextOnHost(Mode):
 def with_context(costs: Costs, place: str, host: HostMemorySpec | None) -> Costs:
     """Returns the costs where keys and values lie on the "device" or on the "host"."""
     return ContextOnHost(costs, host or ANY_HOST) if place == "host" else costs
+
+
+@dataclass(frozen=True)
+class NarrowContextGradients(Mode):
+    """Costs where the gradients of keys and values are summed in the type of these, and so are as large."""
+
+    @cached_property
+    def each_context_gradient(self) -> Floats:
+        # A part without a backward has none.
+        return np.minimum(self.costs.each_context_gradient, self.costs.each_context)
+
+
+def with_context_gradients(costs: Costs, kind: str) -> Costs:
+    """Returns the costs where gradients of keys and values are summed in "wide" numbers or in those of the "model"."""
+    return NarrowContextGradients(costs) if kind == "model" else costs

@@ -173,7 +173,17 @@ class PipelineRuntime:
         own = {stage: self.stages[stage] for stage in self.layout.stages_of([rank])}
         layout = self.layout
         host = context_on_host(self.device) if layout.has_context_on_host else None
-        return Executor(rank, own, transport, losses or self._losses, self.device, layout.recompute, reduce, host)
+        return Executor(
+            rank,
+            own,
+            transport,
+            losses or self._losses,
+            self.device,
+            layout.recompute,
+            reduce,
+            context_on_host=host,
+            has_wide_sums=layout.has_wide_sums,
+        )
 
     def _made_executors(self, losses: Losses) -> list[Executor]:
         return [self._made_executor(rank, self.transport, self._reduce, losses) for rank in self._here]

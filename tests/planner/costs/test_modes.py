@@ -8,6 +8,7 @@ from itertools import permutations
 
 import numpy as np
 import pytest
+import torch
 from benchmarks.golden_plans.answers import _profile
 
 from slipstream.cost import (
@@ -26,6 +27,8 @@ from slipstream.cost import (
     Work,
     load_cluster,
     profile_behind,
+    with_context,
+    with_context_gradients,
 )
 from slipstream.cost.counted_parts import CountedParts
 from slipstream.planner.cuts import Cuts
@@ -76,6 +79,26 @@ def test_modes_of_what_is_elsewhere_commute(degrees: Degrees) -> None:
         assert not order[0][-1].any()  # the head takes no time
         assert not order[7].any()  # the device has no keys
         assert order[2][0] < plain[2][0]  # the embedding has fewer parameters
+
+
+@pytest.mark.parametrize("kind", ["measured", "counted"])
+def test_gradients_in_the_type_of_keys_are_as_large_as_these(kind: str) -> None:
+    """Of a counted model in bfloat16 half of what float32 takes; on the host they take nothing of the device."""
+    costs: Costs = MeasuredCosts(_profile("llama"))
+    if kind == "counted":
+        costs = CountedOperations(count_model(ARCHITECTURES["mixtral"], 64, torch.bfloat16), DEGREES[0], 1)
+    narrow = with_context_gradients(costs, "model")
+    np.testing.assert_array_equal(narrow.each_context, costs.each_context)
+    np.testing.assert_array_equal(
+        narrow.each_context_gradient, np.minimum(costs.each_context, costs.each_context_gradient)
+    )
+    if kind == "counted":
+        np.testing.assert_array_equal(costs.each_context_gradient, 2 * narrow.each_context_gradient)
+        assert narrow.each_context_gradient.any()
+    on_host = with_context(narrow, "host", ANY_HOST)
+    assert not on_host.each_context.any()
+    assert not on_host.each_context_gradient.any()
+    assert on_host.on_host is narrow
 
 
 def test_a_mode_passes_on_whatever_a_kind_of_costs_states() -> None:

@@ -58,15 +58,18 @@ class Executor:
         recompute: RecomputePolicy | None,
         reduce_gradients: Callable[[int], None],
         context_on_host: HostMemory | None = None,
+        has_wide_sums: bool = True,
     ) -> None:
         """`recompute` is the policy of the schedule's R actions, None for all. `reduce_gradients` carries out a stage's
-        REDUCE_GRAD. `context_on_host` is where keys and values lie, None: on the device."""
+        REDUCE_GRAD. `context_on_host` is where keys and values lie, None: on the device; their gradients are summed in
+        float32 or wider with `has_wide_sums`, else in their type."""
         self._rank = rank
         self._stages = stages
         self._transport = transport
         self._device = device
         self._losses = losses
         self._context_on_host = context_on_host
+        self._has_wide_sums = has_wide_sums
         self._saved = SavedActivations(stages, recompute, device)
         self._schedule: Schedule | None = None
         self._head: SpreadHeadActions | None = None  # None unless the vocabulary is spread
@@ -216,7 +219,7 @@ class Executor:
         state = self._state
         if (store := state.stores.get((g, m))) is None:
             length = state.batch.slices[m][i].length
-            store = state.stores[g, m] = ContextStore(length, self._context_on_host)
+            store = state.stores[g, m] = ContextStore(length, self._context_on_host, self._has_wide_sums)
         if step.trains:
             specs = self._messages.specs(Op.RECV_F, key)
             on_gradient = state.input_gradients.setdefault(key, {}).__setitem__

@@ -219,6 +219,7 @@ class CausalLMFamily(ModelFamily):
             vocabulary=self.planned_vocabulary(num_ranks),
             parallel=options.parallel,
             context=options.memory.context,
+            context_gradients=options.memory.context_gradients,
             tied=self.is_tied,
             trained=self.trained,
         )

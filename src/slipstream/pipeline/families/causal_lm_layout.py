@@ -105,6 +105,7 @@ def plan_layout(
         spreads_vocabulary=spreads,
         spreads_embedding=embeds,
         has_context_on_host=memory.context == "host",
+        has_wide_sums=memory.context_gradients == "wide",
     )
     _check_sharding(anatomy, tensor_ranks, options)
     check_context(anatomy, options, f"model_type {config.model_type!r}")

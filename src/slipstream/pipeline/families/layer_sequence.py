@@ -277,9 +277,15 @@ class SequenceFamily(ModelFamily):
         recompute = RecomputePolicy.parse(what, most, besides="'segments', ", is_checked=checked)
         reduces = self._ranks.share_gradients
         skips = self._skips(ranges)
-        on_host = memory.context == "host"
         return StageLayout(
-            schedule, ranges, recompute, memory.offload, reduces, skips=skips, has_context_on_host=on_host
+            schedule,
+            ranges,
+            recompute,
+            memory.offload,
+            reduces,
+            skips=skips,
+            has_context_on_host=memory.context == "host",
+            has_wide_sums=memory.context_gradients == "wide",
         )
 
     def make_stages(self, layout: StageLayout) -> tuple[dict[int, SequentialStage], None]:

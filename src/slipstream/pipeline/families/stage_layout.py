@@ -44,6 +44,7 @@ class StageLayout:
     num_frozen_stages: int = 0  # number of first stages without trained weights
     skips: tuple[StageSkip, ...] = ()  # tensors that skip stages
     has_context_on_host: bool = False  # keys and values on the host
+    has_wide_sums: bool = True  # gradients of keys and values summed in float32 or wider
 
     def __post_init__(self) -> None:
         check_communication(self.training)

@@ -228,7 +228,8 @@ def _run(step: RehearsedStep, like: StageSlice, split: bool, transport: Transpor
     stage = step.stages[like.stage]
     schedule = alone(like, split, step.schedule, len(step.batch.slices[0]))
     host = context_on_host(step.device) if step.layout.has_context_on_host else None
-    options = step.losses, step.device, step.layout.recompute, step.parameters.reduce, host
+    layout = step.layout
+    options = step.losses, step.device, layout.recompute, step.parameters.reduce, host, layout.has_wide_sums
     executor = Executor(schedule.placement[like.stage], {like.stage: stage}, transport, *options)
     with _without_gradients(stage), memory_meter(step.device) as memory:
         watch = _MemoryWatch(stage, memory, schedule)

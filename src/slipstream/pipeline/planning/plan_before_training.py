@@ -26,6 +26,7 @@ from slipstream.cost import (
     WithoutHead,
     profile_behind,
     with_context,
+    with_context_gradients,
 )
 from slipstream.errors import SlipstreamError
 from slipstream.model import ALL_WEIGHTS, TrainedWeights, find_anatomy, why_layers_stay_whole
@@ -70,6 +71,7 @@ class StartRequest(ExpectedBatch):
         vocabulary: where the head's rows are, as in a `Plan`; OPEN: wherever is faster.
         parallel: how ranks share the work of a stage.
         context: where keys and values lie, on the "device" or the "host".
+        context_gradients: in what their gradients are summed, "wide" numbers or those of the "model".
         tied: whether the head's weight embeds too.
         trained: what of the model is trained.
     """
@@ -82,6 +84,7 @@ class StartRequest(ExpectedBatch):
     vocabulary: str = "whole"
     parallel: Parallelism = Parallelism()
     context: str = "device"
+    context_gradients: str = "wide"
     tied: bool = False
     trained: TrainedWeights = ALL_WEIGHTS
 
@@ -109,7 +112,8 @@ class StartRequest(ExpectedBatch):
         rows = self.num_microbatches * self.microbatch_size
         batch = GlobalBatch(self.seq_len, self.replicas * rows)
         beside = held_beside(rows * self.seq_len)
-        return evaluate(self.closed(plan, costs), costs, batch, self.state, ANY_HOST, beside)
+        here = with_context_gradients(costs, self.context_gradients)
+        return evaluate(self.closed(plan, costs), here, batch, self.state, ANY_HOST, beside)
 
     def _peaks(self, costs: Costs, plan: Plan) -> list[float]:
         return self.evaluate(costs, plan).peaks()
@@ -118,7 +122,7 @@ class StartRequest(ExpectedBatch):
         """Returns the search's problem, with costs of slices of up to `longest` tokens: shorter ones than were asked
         for, where time ran out."""
         problem = JointProblem(
-            costs=with_context(costs, self.context, ANY_HOST),
+            costs=with_context(with_context_gradients(costs, self.context_gradients), self.context, ANY_HOST),
             update=Update(self.state, self.replicas * costs.degrees.token_ranks, self.parallel.shard),
             seq_len=self.seq_len,
             num_ranks=self.num_ranks,

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from slipstream.cost import ANY_HOST, CountedOperations, ModelCount, StateBytes, with_exchange
+from slipstream.cost import ANY_HOST, CountedOperations, ModelCount, StateBytes, with_context_gradients, with_exchange
 from slipstream.errors import SlipstreamError
 from slipstream.model import expert_modules, meta_model, recompute_advice, torch_dtype
 from slipstream.pipeline import held_beside
@@ -169,7 +169,8 @@ def _evaluate(config: Config, count: ModelCount, length: int, changes: dict[str,
     if plan.expert_parallel > 1 and (not num_experts or num_experts % plan.expert_parallel):
         raise SlipstreamError(f"the model's {num_experts} experts can't be spread over {plan.expert_parallel} ranks.")
     degrees = with_exchange(count, config.parallel.degrees, is_whole=plan.num_slices == 1)
-    costs = CountedOperations(count, degrees, plan.microbatch_size, config.parallel.sequence_parallel)
+    counted = CountedOperations(count, degrees, plan.microbatch_size, config.parallel.sequence_parallel)
+    costs = with_context_gradients(counted, config.memory.context_gradients)
     plan = plan.closed(context_exchange=degrees.exchange)
     if plan.partition is OPEN:
         layers = (range(layer, layer + 1) for layer in range(costs.num_layers))
