@@ -27,6 +27,7 @@ from slipstream.planner.joint import (
     JointProblem,
 )
 from slipstream.planner.plan import AUTO, CHOICES, OPEN, Plan
+from slipstream.planner.plan_fields import PLAN_FIELDS
 from slipstream.planner.plan_report import Prediction
 from slipstream.planner.ragged import StageRates, StepMemory, StepPlan, StepProblem, fit_rates
 from slipstream.planner.search import ClusterProblem, PlanOptions
@@ -37,13 +38,13 @@ Answer = dict[str, Any]
 
 _FOLDER = Path(__file__).parent / "profiles"
 _GRANULARITY = 64  # tokens
+_NEW = ("context", "optimizer")  # choices that have come since plans.json was recorded
 _ROUNDING = 1e-12  # of a step: causes are differences
 _ROUNDING_OF_BYTES = 1e-9
 _EFFORT = 0.05  # of a run's search
 _EFFORT_OF_ROWS = 2e7  # actions
-# Choices that have come since the plans were kept, and what they were before
+# What wasn't asked for when the plans were kept
 _SINCE: dict[str, Any] = {"context": "device"}
-_KEPT = tuple(name for name in CHOICES if name not in _SINCE)
 
 
 def answer(request: Request) -> Answer:
@@ -109,7 +110,13 @@ def _of_plan(plan: slipstream.PlanReport) -> Answer:
 
 def _in_short(prediction: Prediction) -> list[Any]:
     """Returns the choices and the seconds."""
-    return [[*map(prediction.plan.choice, _KEPT)], prediction.step_seconds]
+    return [[*_choices(prediction.plan).values()], prediction.step_seconds]
+
+
+def _choices(plan: Plan) -> dict[str, Any]:
+    """Returns the choices by name, without those that the kept plans don't know yet where they are as ever."""
+    named = {name: plan.choice(name) for name in CHOICES}
+    return {name: value for name, value in named.items() if name not in _NEW or value != PLAN_FIELDS[name].absent}
 
 
 def _without_rounding(seconds: float, prediction: Prediction) -> float:
@@ -119,7 +126,7 @@ def _without_rounding(seconds: float, prediction: Prediction) -> float:
 def _of_prediction(prediction: Prediction) -> Answer:
     causes, plan = prediction.seconds_by_cause, prediction.plan
     return {
-        "configuration": {name: plan.choice(name) for name in _KEPT},
+        "configuration": _choices(plan),
         "partition": [*plan.partition],
         "placement": [*plan.placement],
         "slices": [*plan.slices],

@@ -102,6 +102,11 @@ class Memory(Record):
     """How many tokens of a slice have logits at a time: head and loss run on some after the others, and again in the
     backward, so that logits, their float32 copy and their gradient take the memory of these. Of causal LMs whose head
     isn't spread. None: all tokens of the slice."""
+    optimizer: Literal["device", "host"] = "device"
+    """Where the optimizer runs, with its state: on the `device`, or on the `host`. There `parameters` yields copies of
+    the trained weights in host memory, whose `.grad` lies beside them, for any optimizer that runs on a CPU. Gradients
+    are copied out as soon as they are reduced, and weights come back before the next step. Not with
+    `parallel.shard: parameters`."""
     limit: PositiveFloat | None = None
     """Bytes that each rank may hold, such as 12e9: parameters, gradients, AdamW's state, messages, activations, keys
     and values. They are measured before the first step on a batch of a new shape; a schedule that holds more is
@@ -290,6 +295,15 @@ def are_allowed_layer_counts(counts: Sequence[float]) -> bool:
 
 # The records, by the names of the arguments and sections.
 RECORDS = {record.section: record for record in (Memory, Parallelism, Precision, Runtime, Layers)}
+
+
+def check_optimizer_place(memory: Memory, parallel: Parallelism) -> None:
+    """Raises SlipstreamError where the optimizer can't be on the host."""
+    if memory.optimizer == "host" and parallel.shard == "parameters":
+        raise SlipstreamError(
+            "memory.optimizer='host' with parallel.shard='parameters', whose shards are updated on the device. "
+            "Use parallel.shard='optimizer', or memory.optimizer='device'."
+        )
 
 
 def check_records(arguments: Mapping[str, Any]) -> None:

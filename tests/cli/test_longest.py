@@ -29,13 +29,16 @@ def one_device(memory: float) -> Cluster:
 def test_each_way_to_save_memory_allows_longer_sequences() -> None:
     cluster = one_device(200e6)
     found = [*longest_sequences(llama(), cluster, dtype="bfloat16")]
-    assert [each.savings for each in found] == ["", "recompute", "recompute, offload", "recompute, offload, context"]
+    ways = ["recompute", "offload", "context", "optimizer"]
+    assert [each.savings for each in found] == [", ".join(ways[:number]) for number in range(5)]
     lengths = [each.tokens for each in found]
     assert lengths == sorted(lengths)
     assert lengths[-1] > 2 * lengths[0] > 0
-    last = found[-1].report
+    _, _, _, on_host, last = (each.report for each in found)
+    assert on_host is not None
     assert last is not None
-    assert last.best.plan.context == "host"
+    assert on_host.best.plan.context == "host"
+    assert last.best.plan.optimizer == "host"
     # What is found fits, and little more doesn't.
     for length, fits in ((lengths[0], True), (int(1.1 * lengths[0]), False)):
         source = choose_costs(llama(max_position_embeddings=2 * length), cluster, seq_len=length)
@@ -62,7 +65,7 @@ def test_the_command_prints_a_row_for_each_way(tmp_path: Path) -> None:
     (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(cluster))
     ended = slipstream_command("plan", tmp_path / "model", tmp_path / "cluster.yaml", "--longest", "--global-batch=1")
     assert ended.returncode == 0, ended.stderr
-    for way in ("nothing", "recompute", "recompute, offload", "recompute, offload, context"):
+    for way in ("nothing", "recompute", "recompute, offload", "recompute, offload, context, optimizer"):
         assert re.search(rf"^ ?{way} +[\d,]+ tokens +", ended.stdout, re.MULTILINE), ended.stdout
     missing = slipstream_command("plan", tmp_path / "model", "rtx4090-pcie", "--global-batch=8")
     assert missing.returncode == 2

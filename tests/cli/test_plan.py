@@ -132,6 +132,22 @@ def test_choices_are_kept_to(model: Path, cluster: Path, tmp_path: Path) -> None
     assert written["pipeline"]["num_microbatches"] == 2
 
 
+def test_the_place_of_the_optimizer_is_shown_written_and_read(
+    model: Path, cluster: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lists = {"tensor_parallel": "1", "context_parallel": "1", "schedule": "1f1b", "num_slices": "2"}
+    written = plan_file(model, cluster, tmp_path / "a.yaml", **lists, optimizer="host,device")
+    assert "optimizer" not in written["memory"]
+    assert "optimizer on the host instead of device" not in capsys.readouterr().out
+    written = plan_file(model, cluster, tmp_path / "b.yaml", **lists, optimizer="host")
+    assert written["memory"]["optimizer"] == "host"
+    config = load_config(
+        tmp_path / "b.yaml", ["--data.corpus=python-stdlib", "--training.output=x", "--training.steps=1"]
+    )
+    assert config.memory.optimizer == "host"
+    assert "optimizer host" in capsys.readouterr().out
+
+
 def test_an_exact_slicing_is_written_as_it_is(
     model: Path, cluster: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

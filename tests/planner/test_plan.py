@@ -43,7 +43,10 @@ def test_every_choice_of_a_search_is_a_field() -> None:
     assert all(name == field.name for name, field in PLAN_FIELDS.items())
     shown = " ".join(PLAN_FIELDS[name].named_value(NAMED) for name in CHOICES)
     assert "tensor parallel 2 pipeline parallel 2 data parallel 3 stages per rank 2 schedule interleaved-1f1b" in shown
-    assert "slices 2 recompute full offload none context on the device sharded optimizer slicing equal-time" in shown
+    assert (
+        "slices 2 recompute full offload none context on the device optimizer device sharded optimizer slicing equal-time"
+        in shown
+    )
 
 
 def test_the_options_of_a_search_are_the_choices_of_a_plan() -> None:
@@ -176,10 +179,14 @@ SHARED = replace(
 @pytest.mark.parametrize("plan", [NAMED, FOUND, SHARED, FOUND.closed(slices=OPEN), NAMED.mesh, Plan()], ids=str)
 def test_a_plan_is_written_and_read_back(plan: Plan) -> None:
     """Through YAML. How slices were found isn't a setting, and a step's sequences stand in another section. A file with
-    a mesh that doesn't say where keys and values lie is of before they could be on the host."""
+    a mesh that doesn't say what is on the host is of before anything could be."""
     settings = yaml.safe_load(yaml.safe_dump(plan.dump()))
     again = Plan.load(settings)
-    assert {*again.differences(plan)} <= {"microbatch_size", "slicing", *(["context"] if plan == NAMED.mesh else [])}
+    assert {*again.differences(plan)} <= {
+        "microbatch_size",
+        "slicing",
+        *(["context", "optimizer"] if plan == NAMED.mesh else []),
+    }
     assert again.dump() == plan.dump()
     rows = {"training": {"batch_size": 12}}
     if plan in (NAMED, SHARED):
@@ -243,6 +250,7 @@ def test_an_order_in_a_file_is_read_with_it() -> None:
         ({"schedule": add_communication(NAMED_ORDER)}, "the schedule 'interleaved-1f1b' has messages"),
         ({"schedule": RAGGED, "num_microbatches": 2}, r"has microbatches of \[2, 1\] slices"),
         ({"offload": 0.5}, r"offload=0.5 without a host: give its memory as `host`"),
+        ({"optimizer": "host"}, r"optimizer=host without a host: give its memory as `host`, or optimizer=device"),
         ({"tensor_parallel": 1}, r"the costs are of Degrees\(tensor=2, .* but the plan has Degrees\(tensor=1"),
         ({"microbatch_size": 2, "data_parallel": 1, "num_microbatches": 6}, "but the plan has .* microbatch_size=2"),
         ({"partition": (2, 2, 1, 2)}, r"partition=\[2, 2, 1, 2\] has 7 layers; .* model's 6 in all"),

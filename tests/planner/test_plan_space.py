@@ -12,13 +12,13 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from slipstream.cost import CountedCosts, CountedSource, Degrees, partition_of
+from slipstream.cost import CountedCosts, CountedSource, Degrees, ModelCount, partition_of
 from slipstream.planner.find_plan import find_plan
 from slipstream.planner.plan import ONE_DEVICE, Plan
 from slipstream.planner.search import ClusterProblem
 from slipstream.planner.search import bounds as search_bounds
 from slipstream.planner.search.bounds import MemoryBound
-from slipstream.planner.search.evaluate import Evaluation, GlobalBatch, evaluate
+from slipstream.planner.search.evaluate import Evaluation, GlobalBatch, evaluate, state_on_host
 from slipstream.planner.search.frontier import Frontier
 from slipstream.planner.search.placed_partition import PlacedPartition
 from slipstream.planner.search.plan_options import PlanOptions
@@ -37,6 +37,7 @@ from support.pipelines import computed_rows, make_pipe
 from support.small_clusters import SEQ_LEN, SMALL, small_cluster, source, with_frozen
 
 MODELS = SMALL, with_frozen(SMALL, 4)
+ON_HOST = 3  # the number of the bounds of plans whose optimizer is on the host
 
 
 def simulated(plan: Plan, plan_source: CountedSource | None = None, global_batch: int = 8) -> Evaluation:
@@ -50,9 +51,11 @@ def space_of(plan_source: CountedSource | None = None, global_batch: int = 8) ->
 @cache
 def bounds(number: int) -> tuple[PlanSpace, list[tuple[float, float, Plan]]]:
     slow = replace(small_cluster(), host=replace(small_cluster().host, bandwidth=1e7))
-    model, cluster = ((MODELS[0], None), (MODELS[1], None), (MODELS[0], slow))[number]
+    model, cluster = ((MODELS[0], None), (MODELS[1], None), (MODELS[0], slow), (MODELS[0], None))[number]
     shard = ("none", "optimizer", "parameters")
     options = PlanOptions(stages_per_rank=(1, 2, 3), num_slices=(1, 2, 3, 4), shard=shard)
+    if number == ON_HOST:
+        options = options.changed(shard=shard[:2], optimizer=("host",))
     space = PlanSpace(source(model, cluster=cluster), SEQ_LEN, 8, options)
     exact = PlanSpace(
         source(model, cluster=cluster), SEQ_LEN, 8, PlanOptions(stages_per_rank=(1, 2, 3), slicing=("exact",))
@@ -61,7 +64,7 @@ def bounds(number: int) -> tuple[PlanSpace, list[tuple[float, float, Plan]]]:
 
 
 @examples(60)
-@given(choice=st.integers(0, 10**9), number=st.integers(0, 2))  # 2: copies to the host take long
+@given(choice=st.integers(0, 10**9), number=st.integers(0, ON_HOST))  # 2: copies to the host take long
 @example(choice=1988684, number=1)  # one microbatch, whose last slice no rank computes again
 def test_no_simulation_beats_a_bound(choice: int, number: int) -> None:
     space, found = bounds(number)
@@ -79,7 +82,7 @@ def test_no_simulation_beats_a_bound(choice: int, number: int) -> None:
 
 
 @examples(25)
-@given(choice=st.integers(0, 10**9), number=st.sampled_from([0, 2]))
+@given(choice=st.integers(0, 10**9), number=st.sampled_from([0, 2, ON_HOST]))
 def test_what_saves_less_memory_is_never_slower(choice: int, number: int) -> None:
     """As each way to save memory says it of its values, where nothing is copied to a slow host meanwhile."""
     space, found = bounds(number)
@@ -170,7 +173,7 @@ def test_a_step_waits_for_copies_that_the_devices_of_a_node_make_together() -> N
 
 
 @examples(60)
-@given(choice=st.integers(0, 10**9), spare=st.sampled_from((1e-9, 1e-2)), number=st.integers(0, 1))
+@given(choice=st.integers(0, 10**9), spare=st.sampled_from((1e-9, 1e-2)), number=st.sampled_from([0, 1, ON_HOST]))
 @example(choice=20921, spare=1e-9, number=1)  # whose slices are back on the device long before their W
 def test_the_quick_test_of_memory_fails_nothing_that_fits(choice: int, spare: float, number: int) -> None:
     """Not even where device and host have just the memory that the plan takes without messages."""
@@ -178,17 +181,24 @@ def test_the_quick_test_of_memory_fails_nothing_that_fits(choice: int, spare: fl
     _, _, plan = found[choice % len(found)]
     candidate = space.evaluate(plan)
     silent = order_bytes(candidate.arrays, replace(candidate.table, message_bytes=()))
-    peaks, away = silent.rank_peaks(), silent.host_peaks()
+    peaks, away = silent.rank_peaks(), silent.host_peaks() + state_on_host(candidate.cut, candidate.update)
     assert max(peaks) <= max(candidate.peaks())
     cluster = small_cluster()
     cluster = replace(cluster, device=replace(cluster.device, host_memory=max(away) * (1 + spare)))
-    limited = PlanSpace(source(MODELS[number], cluster), SEQ_LEN, 8, PlanOptions(memory_limit=max(peaks) * (1 + spare)))
+    limited = PlanSpace(
+        source(MODELS[number == 1], cluster), SEQ_LEN, 8, PlanOptions(memory_limit=max(peaks) * (1 + spare))
+    )
     assert limited.may_fit(plan)
 
 
-@pytest.mark.parametrize(("recompute", "offload", "shard"), [("none", 0.0, "none"), ("stage+full", 0.5, "optimizer")])
+@pytest.mark.parametrize(
+    ("recompute", "offload", "shard", "optimizer"),
+    [("none", 0.0, "none", "device"), ("stage+full", 0.5, "optimizer", "host")],
+)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_a_plan_is_evaluated_without_a_search(schedule: str, recompute: str, offload: float, shard: str) -> None:
+def test_a_plan_is_evaluated_without_a_search(
+    schedule: str, recompute: str, offload: float, shard: str, optimizer: str
+) -> None:
     """By what it decides alone: seconds, their causes, and the peaks of devices and hosts."""
     plan, space = (
         replace(
@@ -200,6 +210,7 @@ def test_a_plan_is_evaluated_without_a_search(schedule: str, recompute: str, off
             recompute=recompute,
             offload=offload,
             shard=shard,
+            optimizer=optimizer,
         ),
         space_of(),
     )
@@ -219,6 +230,23 @@ def test_its_memory_is_that_of_the_schedule_that_runs() -> None:
     tokens = max(sum(slices[: 4 - k]) + sum(slices[: k + 1]) for k in range(4))
     most = max(moment.during[MemoryKind.ACTIVATIONS] for moment in ranks[0].moments)
     assert most == pytest.approx(costs.activation_bytes(candidate.cut.stages[0], tokens))
+
+
+@pytest.mark.parametrize("model", [SMALL, replace(SMALL, tied=True)])
+def test_gradients_that_go_to_the_host_make_room_for_those_of_other_stages(model: ModelCount) -> None:
+    """Stage by stage, in an order that ends one before it begins the next; but those of tied weights stay."""
+    plan = replace(ONE_DEVICE, pipeline_parallel=2, data_parallel=2, stages_per_rank=2, num_slices=4)
+    held = {}
+    for place in ("device", "host"):
+        candidate = simulated(replace(plan, schedule="breadth-first", optimizer=place), source(model), 2)
+        ranks = memory_of(candidate.schedule, candidate.table)
+        held[place] = [max(moment.during[MemoryKind.GRADIENTS] for moment in rank.moments) for rank in ranks]
+        np.testing.assert_allclose([rank.peak for rank in ranks], candidate.bytes.rank_peaks())
+        made = [4 * candidate.cut.costs.num_trained(stage) for stage in candidate.cut.stages]
+    head = 4 * candidate.cut.costs.num_head_weights
+    assert held["device"] == pytest.approx([made[0] + made[2], made[1] + made[3]])
+    of_last = made[1] + head if model.tied else max(made[1], made[3])
+    assert held["host"] == pytest.approx([max(made[0], made[2]), of_last])
 
 
 def test_exact_slicings_are_of_pipelines_and_differ_from_the_others() -> None:

@@ -16,6 +16,7 @@ from slipstream.schedule import make_schedule, split_backwards
 from slipstream.train.config.config_values import parse_config
 from slipstream.train.preflight import less_memory, memory_account
 from slipstream.train.preflight.memory_check import check_memory
+from slipstream.units import bytes_text
 
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 MODEL = SIZES | {"vocab_size": 300}
@@ -42,11 +43,14 @@ def configured(**sections: Any) -> Any:
 )
 def test_what_to_lower_and_by_how_much(failure: str) -> None:
     (said,) = less_memory(failure, configured(pipeline={"num_ranks": 2, "num_microbatches": 2}))
+    assert ("; --memory.optimizer=host; " in said) == ("CUDA" in failure)
+    said = said.replace("; --memory.optimizer=host", "")
     assert "--pipeline.num_microbatches=4 (now 2); --memory.recompute=full; --training.seq_len=16 (now 32)" in said
     (said,) = less_memory(failure, configured(pipeline={"num_microbatches": 8, "slices": 8}))
     assert "order: --pipeline.slices=16 (now 8); --memory.recompute=full" in said
     recomputed = configured(memory={"recompute": "full"}, pipeline={"num_microbatches": 8, "slices": 32})
     (said,) = less_memory(failure, recomputed)
+    said = said.replace("; --memory.optimizer=host", "")
     assert "order: --memory.recompute=stage+full; --memory.offload=0.5 (now 0); --training.seq_len" in said
 
 
@@ -107,6 +111,33 @@ def test_the_least_limit(config: Any, num_ranks: int, parallel: dict[str, Any], 
     said = "weights, gradients and AdamW's state alone, of" if config is LLAMA else "one of the"
     with pytest.raises(SlipstreamError, match=said):
         check_memory(configured(**given, memory={"limit": least - 1}), config)
+
+
+@pytest.mark.parametrize(("precision", "each"), [("float32", 8), ("bf16-weights", 6)])
+def test_the_least_limit_with_the_optimizer_on_the_host(precision: str, each: int) -> None:
+    """Weights, and gradients in float32."""
+
+    def given(limit: float) -> Any:
+        run = configured(pipeline={"num_ranks": 1}, memory={"limit": limit, "optimizer": "host"})
+        return run.model_copy(update={"training": run.training.model_copy(update={"precision": precision})})
+
+    check_memory(given(each * NUM_PARAMETERS), LLAMA)
+    with pytest.raises(SlipstreamError, match="or more of weights, gradients"):
+        check_memory(given(each * NUM_PARAMETERS - 1), LLAMA)
+
+
+def test_the_optimizer_on_the_host_is_proposed_for_gpus() -> None:
+    failure, run = (
+        "torch.OutOfMemoryError: CUDA out of memory. Tried",
+        configured(pipeline={"num_ranks": 1, "slices": 2}),
+    )
+    account = memory_account(run, LLAMA)
+    assert account is not None
+    (said,) = less_memory(failure, run, lambda: account)
+    assert f"--memory.optimizer=host: {bytes_text(account(optimizer='host'))}" in said
+    assert account() - account(optimizer="host") == pytest.approx(1.01 * 8 * NUM_PARAMETERS)
+    on_host = configured(pipeline={"slices": 2}, memory={"optimizer": "host"})
+    assert "optimizer=host" not in less_memory(failure, on_host)[0]
 
 
 @pytest.mark.parametrize(

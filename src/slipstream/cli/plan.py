@@ -68,6 +68,7 @@ def plan(
     recompute: Annotated[_List, _choices("Recomputation: none, selective, full, stage, stage+full")] = None,
     offload: Annotated[_List, _choices("Share of slices whose activations go to host memory, 0 to 1")] = None,
     context: Annotated[_List, _choices("Where keys and values lie: on the device, or on the host")] = None,
+    optimizer: Annotated[_List, _choices("Where the optimizer runs, with its state: device (default), host")] = None,
     vocabulary: Annotated[_List, _choices("The head's rows: whole, or spread over the ranks of a pipeline")] = None,
     shard: Annotated[_List, _choices("What is sharded over the pipelines: none, optimizer, parameters")] = None,
     fused: Annotated[
@@ -103,7 +104,7 @@ def plan(
         **listed(int, context_parallel=context_parallel, expert_parallel=expert_parallel),
         **listed(int, microbatch_size=microbatch_size, num_slices=num_slices),
         **listed(str, schedule=schedule, slicing=slicing, recompute=recompute, shard=shard, vocabulary=vocabulary),
-        **listed(str, context=context),
+        **listed(str, context=context, optimizer=optimizer),
         **listed(float, offload=offload),
     }
     if longest:

@@ -90,14 +90,14 @@ def longest_sequences(
         lora_base_precision=lora_base_precision,
         fused=fused,
     )
-    by_weight = sorted((saving for saving in SAVINGS if not saving.of_update), key=lambda saving: saving.weight)
-    for number in range(len(by_weight) + 1):
-        used, unused = by_weight[:number], by_weight[number:]
-        fixed = {saving.choice: saving.fastest for saving in unused if saving.choice not in allowed.allowed}
-        if number and by_weight[number - 1].choice in allowed.allowed:
-            continue
-        savings = ", ".join(saving.choice for saving in used)
-        yield _longest(source, global_batch, allowed.changed(**fixed), most, savings, progress or untold)
+    # Those that take time; of these the ones that nobody has decided.
+    ways = sorted((saving for saving in SAVINGS if saving.weight), key=lambda saving: saving.weight)
+    ways = [saving for saving in ways if saving.choice not in allowed.allowed]
+    for number in range(len(ways) + 1):
+        choices = {saving.choice: saving.fastest for saving in ways[number:]}
+        choices |= {saving.choice: [*saving.costs] for saving in ways[:number] if saving.if_asked}
+        savings = ", ".join(saving.choice for saving in ways[:number])
+        yield _longest(source, global_batch, allowed.changed(**choices), most, savings, progress or untold)
 
 
 def _with_positions(model: DescribedModel) -> tuple[Model, int]:

@@ -107,6 +107,9 @@ class Device:
     memory_efficiency: Annotated[float, FRACTION] = 0.8  # the share of the memory's bandwidth that kernels reach
     attention_efficiency: Annotated[float, FRACTION] = 0.5  # the share of the peak that the attention kernel reaches
     host_memory: Annotated[float, BYTES] = 32e9  # bytes of the host's memory for each device
+    # Bytes per second that the host's processors read and write for each device. Default: of two sockets for eight
+    # devices, each with eight channels of DDR4-3200 (205 GB/s, AMD EPYC 7742 data sheet), of which streams reach 80%
+    host_memory_bandwidth: Annotated[float, BANDWIDTH] = 40e9
 
     def matmul_flops(self, dtype: str) -> float:
         """Returns the FLOP/s at which matrix products compute, besides reading and writing their operands."""

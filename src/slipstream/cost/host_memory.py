@@ -12,6 +12,7 @@ class HostMemorySpec(NamedTuple):
     bandwidth: float  # bytes per second between the device and its host
     latency: float  # seconds of a copy, however short
     capacity: float  # bytes for each device
+    memory_bandwidth: float  # bytes per second that its processors read and write for each device
 
     def copy_seconds(self, num_bytes: Any) -> Any:
         """Returns the seconds of a copy to the host, or of one back."""
@@ -23,5 +24,5 @@ class HostMemorySpec(NamedTuple):
         return self.bandwidth < inf
 
 
-ANY_HOST = HostMemorySpec(bandwidth=inf, latency=0.0, capacity=inf)
+ANY_HOST = HostMemorySpec(bandwidth=inf, latency=0.0, capacity=inf, memory_bandwidth=inf)
 """The host of a device whose processor works on the host's memory, or whose copies aren't known."""

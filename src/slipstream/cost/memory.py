@@ -99,6 +99,7 @@ def memory_table(
             for g, stage in enumerate(stages)
             for key, footprint in _on_host(costs, stage, slices, is_lone).items()
         },
+        kept_gradients=None if update.place == "device" else per_stage(partial(_kept_gradients, costs, update)),
         like=like,
     )
 
@@ -145,6 +146,14 @@ def _on_host(costs: Costs, stage: Stage, slices: tuple[int, ...], is_lone: bool)
         backward = Footprint(float(made[:, s].sum() - freed[:, s].sum()), float(most[:, s].max(initial=0.0)))
         found[s, Op.B] = found[s, Op.I] = backward
     return found
+
+
+def _kept_gradients(costs: Costs, update: Update, stage: Stage) -> float:
+    """Returns the bytes of a stage's gradients that don't go to the host by themselves: those of tied weights, which
+    are added first."""
+    parts = costs.parts_of(stage)
+    has_end = parts.start == 0 or parts.stop == len(costs.parts)
+    return update.state.gradients * costs.num_head_weights if costs.is_tied and has_end else 0.0
 
 
 def _footprints(

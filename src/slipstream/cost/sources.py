@@ -49,7 +49,8 @@ class CountedSource:
         self.num_devices, self.devices_per_domain = cluster.num_devices, cluster.devices_per_domain
         self.memory = cluster.device.memory  # bytes of a device
         rate = cluster.host.rate(cluster.devices_per_node)
-        self.host = HostMemorySpec(rate, cluster.host.latency, cluster.device.host_memory)
+        device = cluster.device
+        self.host = HostMemorySpec(rate, cluster.host.latency, device.host_memory, device.host_memory_bandwidth)
         self.dtype, self.state = model.dtype, StateBytes.of(model.dtype)
         self.num_experts = model.num_experts
         self.refusals = refused_ways(model) | refused_shards(model) | dict(refusals)

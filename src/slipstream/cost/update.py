@@ -3,9 +3,11 @@
 It is applied last, to the numbers of parameters that any costs say, whichever modes wrap them. AdamW is the rule: bytes
 are those of its two moments, and of a master weight beside a narrow one.
 
-    costs       seconds of the sums of gradients, of the rule, and of gathering what each rank updated
+    costs       seconds of the sums of gradients, of the rule, and of gathering what each rank updated; of a rule on the
+                host, the bytes that go there and back, and those that it reads and writes there
     refuses     shards of tied weights, and of parameters that are cut already
-    converts    parameters to bytes of weights, gradients and state, and to the part of each that a rank keeps
+    converts    parameters to bytes of weights, gradients and state, to the part of each that a rank keeps, and to what
+                of it is on the host
 """
 
 from __future__ import annotations
@@ -51,11 +53,13 @@ class Update:
         state: bytes per parameter, where nothing is sharded.
         copies: ranks with the same weights, but for experts.
         shard: what each of them keeps only its part of: "none", the "optimizer"'s state, or the "parameters" too.
+        place: where the rule runs, with its state: on the "device" or the "host".
     """
 
     state: StateBytes
     copies: int = 1
     shard: str = "none"
+    place: str = "device"
 
     @property
     def shards(self) -> int:
@@ -66,10 +70,28 @@ class Update:
     def held(self) -> StateBytes:
         """The bytes per parameter while a step runs. The rows of sharded parameters lie beside the whole ones, and
         count as the optimizer's; master weights are those rows."""
-        state = self.state
-        has_masters = state.weights < state.gradients
-        more = 0 if self.shard != "parameters" or has_masters else state.weights
+        state = self.on_device
+        more = 0 if self.shard != "parameters" or self._has_masters else state.weights
         return replace(state, optimizer=state.optimizer + more)
+
+    @property
+    def on_device(self) -> StateBytes:
+        """The bytes per parameter that the device keeps, but for rows of sharded parameters."""
+        return replace(self.state, optimizer=0.0) if self.place == "host" else self.state
+
+    @property
+    def on_host(self) -> float:
+        """The bytes per parameter that the host keeps, where it runs the rule: its state, copies of weights, which are
+        part of that where they are wider, and gradients."""
+        return 0.0 if self.place == "device" else self.state.optimizer + self._copied_weights + self.state.gradients
+
+    @property
+    def _has_masters(self) -> bool:
+        return self.state.weights < self.state.gradients
+
+    @property
+    def _copied_weights(self) -> float:
+        return 0.0 if self._has_masters else self.state.weights
 
     def optimized(self, numbers: Numbers, divided: Divided) -> Floats:
         """Returns how many trained parameters have their optimizer state on a rank: of spread experts a larger part
@@ -88,6 +110,14 @@ class Update:
         state = self.state
         written = state.weights * trained + state.optimizer * optimized
         return 2 * written + state.gradients * trained
+
+    @property
+    def moved_on_host(self) -> float:
+        """The bytes per parameter that a rule on the host reads and writes there: its state and the copies of weights,
+        and gradients, which it only reads; then weights are read again, and written as the device has them."""
+        state = self.state
+        wide = max(state.weights, state.gradients)
+        return 2 * (state.optimizer + self._copied_weights) + state.gradients + wide + state.weights
 
 
 LONE_UPDATE = Update(StateBytes.of("float32"))

@@ -9,6 +9,7 @@ the first replicas have one more.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -19,8 +20,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from slipstream.errors import SlipstreamError
+from slipstream.parallel.host_link import HostLink
 from slipstream.parallel.parameter_share import part_bounds
-from slipstream.parallel.rank_group import PendingWork, RankGroup
+from slipstream.parallel.rank_group import PendingWork, RankGroup, StagedWork
 
 BUCKET_BYTES = 25 * 2**20
 NamedParameter = tuple[str, nn.Parameter]
@@ -52,6 +54,11 @@ class PendingReduction:
         packed = pack_rows(gradients, group.size, bounds)
         shapes = shapes_of_rows(gradients, group.rank, group.size, bounds)
         return cls(bucket, shapes, packed, *group.start_reduce_scatter(packed))
+
+    @property
+    def ends_on_a_stream(self) -> bool:
+        """Whether waiting for the collective keeps only the current stream, and not this thread."""
+        return self.result.is_cuda and not isinstance(self.work, StagedWork)
 
     def finish(self) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
         """Waits for the collective, and yields the parameters with their gradients, which are views of the result."""
@@ -172,9 +179,9 @@ class GradientReduction:
     The loss is divided by the tokens of the whole batch, so replicas' gradients are summed, never averaged: buckets of
     several parameters are all-reduced or, with sharded masters, reduce-scattered, so that a replica gets its rows
     (ZeRO-1: Rajbhandari et al. 2020, "ZeRO", section 5.1). That runs while other stages still work, and `finish` waits
-    for it. Every trained parameter takes part, with zeros where a backward left it no gradient, so that all ranks call
-    the same collectives in the same order. With one replica and nothing partial, gradients stay where backward leaves
-    them.
+    for it. With masters on the host each gradient is copied out as soon as it is reduced. Every trained parameter takes
+    part, with zeros where a backward left it no gradient, so that all ranks call the same collectives in the same
+    order. With one replica and nothing partial, gradients stay where backward leaves them.
     """
 
     def __init__(
@@ -199,6 +206,8 @@ class GradientReduction:
                 `deliver` replaces them: tied weights, whose two gradients must be added first.
         """
         self._stages = _each_once(stages)
+        holders = Counter(id(parameter) for named in stages.values() for _, parameter in named)
+        self._held_once = {key for key, number in holders.items() if number == 1}
         self._masters = masters
         self._whole = frozenset(whole)
         self._copies = {name: copies_of(name) for named in stages.values() for name, _ in named}
@@ -213,6 +222,7 @@ class GradientReduction:
         self._missing: set[int] = set()
         self._earlier: dict[int, Tensor | None] = {}
         self._started: list[PendingReduction] = []
+        self._taken: list[tuple[str, nn.Parameter, Tensor]] = []  # gradients on their way to the host
         self._scale = 1.0
         self._is_divided = False
 
@@ -226,6 +236,7 @@ class GradientReduction:
         self._masters.check_trained()
         self._scale = scale
         self._started = []
+        self._taken = []
         self._earlier = {}
         self._is_divided = is_divided or scale != 1
         self._missing = set()
@@ -256,8 +267,11 @@ class GradientReduction:
         for group, bucket in plan.partial:
             for _, parameter, total in PendingReduction.sum(bucket, group).finish():
                 parameter.grad = total
-        self._started += [PendingReduction.sum(bucket, group) for group, bucket in plan.summed]
-        self._started += [PendingReduction.scatter(bucket, group) for group, bucket in plan.scattered]
+        started = [PendingReduction.sum(bucket, group) for group, bucket in plan.summed]
+        started += [PendingReduction.scatter(bucket, group) for group, bucket in plan.scattered]
+        if self._masters.host is not None:
+            started = self._take_out(self._stages[stage], started, self._masters.host)
+        self._started += started
 
     @torch.no_grad()
     def finish(self, divisor: float = 1.0) -> None:
@@ -269,7 +283,8 @@ class GradientReduction:
         if self._missing:
             raise RuntimeError(f"the gradients of stages {sorted(self._missing)} were not reduced in this step")
         self._scale *= divisor
-        for name, parameter, gradient in self._reduced():
+        host = self._masters.host
+        for name, parameter, gradient in self._reduced() if host is None else self._on_host(host):
             if name in self._whole:
                 parameter.grad = gradient
             else:
@@ -293,6 +308,38 @@ class GradientReduction:
         for started in self._started:
             yield from started.finish()
         self._started = []
+
+    def _take_out(
+        self, parameters: Sequence[NamedParameter], started: Sequence[PendingReduction], host: HostLink
+    ) -> list[PendingReduction]:
+        """Starts to copy a stage's gradients to the host: those that are complete, and those that will be without this
+        thread. Returns the other reductions. To a parameter of several stages, which ranks of one process may run, more
+        may be added."""
+        for name, parameter in parameters:
+            is_complete = self._copies[name].size == 1 and id(parameter) in self._held_once and name not in self._whole
+            if is_complete and parameter.grad is not None:
+                self._taken.append((name, parameter, host.take(name, parameter.grad)))
+                parameter.grad = None
+        with host.beside():
+            for reduction in started:
+                if reduction.ends_on_a_stream:
+                    self._taken += self._taken_out(reduction.finish(), host)
+        return [reduction for reduction in started if not reduction.ends_on_a_stream]
+
+    def _taken_out(
+        self, reduced: Iterable[tuple[str, nn.Parameter, Tensor]], host: HostLink
+    ) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
+        """Yields copies on the host, on their way; of parameters in `whole` the gradients themselves, as others are
+        added to them first."""
+        for name, parameter, gradient in reduced:
+            yield name, parameter, gradient if name in self._whole else host.take(name, gradient)
+
+    def _on_host(self, host: HostLink) -> list[tuple[str, nn.Parameter, Tensor]]:
+        """Returns this replica's part of every gradient, on the host but for those in `whole`."""
+        arrived = [*self._taken, *self._taken_out(self._reduced(), host)]
+        self._taken = []
+        host.wait()
+        return arrived
 
     def _unscaled(self, gradient: Tensor) -> Tensor:
         return gradient if self._scale == 1 else gradient.div_(self._scale)
@@ -354,7 +401,8 @@ class MasterParameters:
     updates that are too small for the parameters' dtype (Micikevicius et al. 2018, "Mixed Precision Training", section
     3.1). Sharded (ZeRO-1: Rajbhandari et al. 2020, "ZeRO", P_os), a replica's masters are its rows (dim 0) of each:
     views of the parameters, or copies where the dtype differs, so that the optimizer's state is spread over replicas
-    too. A parameter of fewer rows than replicas has no master on some. Frozen parameters are always their own masters.
+    too. A parameter of fewer rows than replicas has no master on some. On the host they are copies, of any dtype, with
+    their gradients beside them. Frozen parameters are always their own masters, where they are.
     """
 
     def __init__(
@@ -364,18 +412,26 @@ class MasterParameters:
         shard: bool = False,
         dtype: torch.dtype | None = None,
         bucket_bytes: int = BUCKET_BYTES,
+        on_host: bool = False,
     ) -> None:
         """`parameters` are the rank's, each once; `copies_of` returns the ranks that hold one and see other tokens; a
-        collective exchanges about `bucket_bytes`.
+        collective exchanges about `bucket_bytes`; `on_host` says whether the masters are in the host's memory.
 
         Raises SlipstreamError where `dtype` can't hold a parameter's values.
         """
         self._dtype = dtype
         self.bucket_bytes = bucket_bytes
+        self.host = HostLink(parameters[0][1].device) if on_host and parameters else None
         self._parameters = dict(parameters)
         self._trained = {name for name, parameter in parameters if parameter.requires_grad}
         groups = {name: copies_of(name) for name in self._parameters}
         self._spread = {name: group for name, group in groups.items() if shard and group.size > 1}
+        # The names of parameters that aren't their own masters, where they are trained
+        self._made = {
+            name
+            for name, parameter in parameters
+            if on_host or name in self._spread or self.dtype_of(parameter) != parameter.dtype
+        }
         made = {name: self._make(name, parameter) for name, parameter in parameters}
         self._masters = {name: master for name, master in made.items() if master is not None}
         spread = [named for named in parameters if self.is_spread(named[0])]
@@ -420,6 +476,9 @@ class MasterParameters:
         if self.is_spread(name):
             # A copy lets the other rows' memory go.
             gradient = take_rows(gradient, self.rows(name)).clone()
+        if self.host is not None:
+            gradient = self.host.take(name, gradient)
+            self.host.wait()
         self.add(name, gradient)
 
     @torch.no_grad()
@@ -427,7 +486,11 @@ class MasterParameters:
         """Copies the masters to the parameters after an optimizer's step. Collective over the replicas when sharded."""
         for name in self._trained:
             if name in self._masters and not self.updates(name, self._parameters[name]):
-                take_rows(self._parameters[name], self.rows(name)).copy_(self._masters[name])
+                mine = take_rows(self._parameters[name], self.rows(name))
+                if self.host is None:
+                    mine.copy_(self._masters[name])
+                else:
+                    self.host.put(mine, self._masters[name])
         for group, bucket in self._buckets:
             gather_rows([parameter for _, parameter in bucket], group)
 
@@ -435,16 +498,15 @@ class MasterParameters:
         """Raises SlipstreamError where parameters were frozen or unfrozen since the masters were made."""
         for name, parameter in self._parameters.items():
             master = self._masters.get(name, parameter)
-            is_made = name in self._spread or self.dtype_of(parameter) != parameter.dtype
-            if is_made and {parameter.requires_grad, master.requires_grad} != {name in self._trained}:
+            if name in self._made and {parameter.requires_grad, master.requires_grad} != {name in self._trained}:
                 raise SlipstreamError(
-                    f"requires_grad of {name} was changed. With a sharded optimizer or masters of another dtype, "
-                    "freeze parameters of the model before the Pipeline is made of it."
+                    f"requires_grad of {name} was changed. With an optimizer that is sharded or on the host, or with "
+                    "masters of another dtype, freeze parameters of the model before the Pipeline is made of it."
                 )
 
     def _make(self, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
         dtype = self.dtype_of(parameter)
-        if not parameter.requires_grad or (dtype == parameter.dtype and name not in self._spread):
+        if not parameter.requires_grad or name not in self._made:
             return parameter
         if torch.promote_types(parameter.dtype, dtype) != dtype:
             raise SlipstreamError(
@@ -454,4 +516,6 @@ class MasterParameters:
         rows = rows_of(parameter, *self._owner(name))
         # Its separate version counter lets a save that reads the master see changes: `publish` makes none, though it
         # writes to the parameter.
-        return nn.Parameter(take_rows(parameter.data, rows).to(dtype)) if rows else None
+        mine = take_rows(parameter.data, rows)
+        made = mine.to(dtype) if self.host is None else mine.to("cpu", dtype, copy=True)
+        return nn.Parameter(made) if rows else None

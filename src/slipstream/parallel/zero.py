@@ -40,6 +40,7 @@ class ShardedParameters:
     """
 
     is_sharded = True
+    host = None  # no optimizer on the host
 
     def __init__(
         self,

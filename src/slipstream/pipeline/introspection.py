@@ -270,7 +270,8 @@ def _parameters(runtime: PipelineRuntime) -> str:
     trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
     computes = _dtypes([parameter for stage in runtime.stages.values() for parameter in stage.model.parameters()])
     updates = _dtypes(parameters)
-    dtypes = computes if computes == updates else f"{computes}, updated in {updates}"
+    place = " on the host" if runtime.parameters.are_on_host else ""
+    dtypes = computes if computes == updates and not place else f"{computes}, updated in {updates}{place}"
     which = "" if trained == here else f", of which {trained:,} are trained"
     return f"{here:,} on this rank{which}; {dtypes}"
 

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from slipstream.model import PipelineStage, storage_id, torch_dtype
 from slipstream.parallel import ParameterShard, ParameterShare, RankGroup, Ranks, all_reduce
 from slipstream.parallel.gradients import GradientReduction, MasterParameters
+from slipstream.parallel.host_link import sum_of_squares
 from slipstream.parallel.tensor import TensorParallel
 from slipstream.parallel.zero import ShardedParameters
 from slipstream.pipeline.agreement import CallAgreement
@@ -49,7 +50,10 @@ class Parameters:
             modules = {stage_index: (stage.model, stage.layers) for stage_index, stage in stages.items()}
             self._masters = self._gradients = ShardedParameters(modules, self.copies_of, dtype)
         else:
-            self._masters = MasterParameters(list(self._own()), self.copies_of, shard == "optimizer", dtype)
+            on_host = options.memory.optimizer == "host"
+            self._masters = MasterParameters(
+                list(self._own()), self.copies_of, shard == "optimizer", dtype, on_host=on_host
+            )
             trained = {stage_index: list(_trained_by(stage)) for stage_index, stage in stages.items()}
             self._gradients = GradientReduction(
                 trained, self.copies_of, ranks.tensor, self._added_over, self._masters, whole=self._tied.names
@@ -128,6 +132,11 @@ class Parameters:
             self._masters.publish()
 
     @property
+    def are_on_host(self) -> bool:
+        """Whether the optimizer updates copies in the host's memory."""
+        return self._masters.host is not None
+
+    @property
     def are_a_part(self) -> bool:
         """Whether another rank's optimizer updates weights of the model that this one's doesn't."""
         some = any(not shard.is_whole for shard in self.shards())
@@ -158,8 +167,10 @@ class Parameters:
         return is_own and self.shares[name].copy == 0 and name not in self._tied.copies
 
     def bytes_of(self, tensors: Iterable[Tensor]) -> tuple[int, int]:
-        """Returns the bytes of the optimizer's copies of those tensors that are parameters, and of all that it updates
-        of them."""
+        """Returns the device's bytes of the optimizer's copies of those tensors that are parameters, and of all that it
+        updates of them there."""
+        if self.are_on_host:
+            return 0, 0
         masters = dict(self.named())
         names = {id(parameter): name for name, parameter in self._own()}
         copies = updated = 0
@@ -175,9 +186,11 @@ class Parameters:
         norm before. Each weight counts once, wherever it has copies. Collective."""
         named = [(name, p.grad) for name, p in self.named() if p.grad is not None]
         square = torch.zeros((), dtype=torch.float64, device=self._ranks.device)
+        host = self._masters.host
         for name, gradient in named:
             if self._counts(name):
-                square += gradient.double().square().sum().to(square.device)
+                of_it = sum_of_squares(gradient) if host is None else host.square_of(name, gradient)
+                square += of_it.to(square.device)
         # A call's values are integers, so the sum goes as its bits.
         ranks = calls.begin("clip_grad_norm_", square.view(1).view(torch.int64))
         if ranks:  # all ranks; empty for a single process
@@ -186,6 +199,10 @@ class Parameters:
         norm = square.sqrt()
         if math.isfinite(max_norm):
             scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+            if host is not None:
+                # A factor of 1 isn't worth a pass over the host's memory.
+                scale = scale.cpu()
+                named = [] if scale == 1 else named
             for _, gradient in named:
                 gradient.mul_(scale.to(gradient.dtype))
         return norm

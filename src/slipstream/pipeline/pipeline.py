@@ -248,7 +248,8 @@ class Pipeline(PipelineEvaluation, PipelineSaving):
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields the parameters that this rank's optimizer updates, under the unsplit model's names, each once: with tp
-        its share of a weight, with parallel.shard its rows of that, and with master_dtype copies."""
+        its share of a weight, with parallel.shard its rows of that, with master_dtype copies, and with memory.optimizer
+        "host" copies on the CPU, whose `.grad` is there too."""
         return self._runtime.parameters.named()
 
     def parameters(self) -> Iterator[nn.Parameter]:

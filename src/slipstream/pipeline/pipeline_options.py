@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from slipstream.errors import SlipstreamError
-from slipstream.options import Layers, Memory, Parallelism, Precision, Runtime, check_records
+from slipstream.options import Layers, Memory, Parallelism, Precision, Runtime, check_optimizer_place, check_records
 from slipstream.schedule import AUTOMATIC, Schedule, SlicedMicrobatch, fewest_stages, given_microbatches
 
 ROUTER_LOSSES = ("none", "per_layer")
@@ -119,6 +119,7 @@ class PipelineOptions:
 
     def __post_init__(self) -> None:
         check_records(vars(self))
+        check_optimizer_place(self.memory, self.parallel)
         _check_order(self.schedule, self.num_microbatches, self.slices)
         _check_place(self.device, self.mesh)
         _check_loss(self.loss_fn)
@@ -128,6 +129,11 @@ class PipelineOptions:
             raise SlipstreamError(f"router_loss={self.router_loss!r}: give one of {', '.join(ROUTER_LOSSES)}.")
         if self.microbatches is not None:
             self._check_microbatches()
+
+    def reduces_gradients(self, are_shared: bool) -> bool:
+        """Returns whether something is done with a stage's gradients after its last backward: they are summed, where
+        ranks share them, or copied to the host."""
+        return are_shared or self.memory.optimizer == "host"
 
     @property
     def is_measured(self) -> bool:

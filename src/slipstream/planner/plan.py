@@ -52,6 +52,7 @@ class Plan:
             number of a stage's layers, such as "3", of which no costs are known.
         offload: the share of slices whose activations are offloaded to host memory, 0 to 1.
         context: where keys and values lie: on the "device" or the "host".
+        optimizer: where the optimizer runs, with its state: on the "device" or the "host".
         shard: what is sharded over the ranks with the same weights: "none", the "optimizer"'s state, or the
             "parameters" too.
         slicing: how slices are found: "equal-time", or "exact", TeraPipe's optimum for equal stages; "auto": together
@@ -77,6 +78,7 @@ class Plan:
     recompute: str = OPEN
     offload: float = OPEN
     context: str = OPEN
+    optimizer: str = OPEN
     shard: str = OPEN
     slicing: str = OPEN
     context_parallel: int = OPEN
@@ -207,6 +209,11 @@ class Plan:
 
     def _check_agreement(self) -> None:
         """Raises SlipstreamError where two decided fields contradict each other."""
+        if (self.optimizer, self.shard) == ("host", "parameters"):
+            raise SlipstreamError(
+                "optimizer='host' with shard='parameters', which no training can. Give shard='optimizer', or "
+                "optimizer='device'."
+            )
         implied = self.closed()
         for name in ("placement", "pipeline_parallel", "num_microbatches", "num_slices", "vocabulary"):
             mine, other = getattr(self, name), getattr(implied, name)

@@ -287,6 +287,16 @@ PLAN_FIELDS: Mapping[str, PlanField] = {
             meaning="where keys and values lie",
         ),
         PlanField(
+            name="optimizer",
+            names=("device", "host"),
+            setting="memory.optimizer",
+            absent="device",
+            plain="device",
+            said="optimizer on the {}",
+            title="optimizer",
+            meaning="where it runs, with its state",
+        ),
+        PlanField(
             name="vocabulary",
             names=("whole", "spread"),
             setting="pipeline.vocabulary",

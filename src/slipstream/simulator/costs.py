@@ -281,6 +281,8 @@ class MemoryTable:
         parameters: per stage.
         gradients: per stage and B, I, W or VW, the weight gradients that it makes.
         optimizer: per stage.
+        kept_gradients: per stage, the weight gradients that stay until the step's end, where others go to the host once
+            a stage's are complete. None: all stay.
         vocabulary_bytes: per V and L of a spread head and slice, the buffer of its message, header included; and per E,
             where it isn't as large as a message between stages.
         on_host: of actions whose keys, values and gradients lie on the host, the bytes there, by (stage, slice, op).
@@ -298,6 +300,7 @@ class MemoryTable:
     parameters: Mapping[int, float] = field(default_factory=dict)
     gradients: Mapping[tuple[int, Op], float] = field(default_factory=dict)
     optimizer: Mapping[int, float] = field(default_factory=dict)
+    kept_gradients: Mapping[int, float] | None = None
     vocabulary_bytes: Mapping[tuple[Op, int], float] = field(default_factory=dict)
     on_host: Mapping[tuple[int, int, Op], Footprint] = field(default_factory=dict)
     w_shares: Mapping[int, bool] = field(default_factory=dict)

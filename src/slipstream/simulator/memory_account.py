@@ -75,6 +75,7 @@ class OrderBytes:
         w_shares: of each slice of each microbatch, as `MemoryTable` has it.
         parameters: of each rank.
         optimizer: of each rank.
+        kept_gradients: of each stage, the weight gradients that stay until the step's end; infinite where all do.
     """
 
     arrays: ActionArrays
@@ -92,6 +93,7 @@ class OrderBytes:
     w_shares: Flags
     parameters: Floats
     optimizer: Floats
+    kept_gradients: Floats
 
     def rank_peaks(self) -> Floats:
         """Returns the most bytes that each rank holds."""
@@ -205,11 +207,29 @@ class OrderBytes:
             MemoryKind.CONTEXT_GRADIENTS: self.context_gradients * (begins - ends),
             MemoryKind.MESSAGES: self._payloads * results,
         }
+        if np.isfinite(self.kept_gradients).any():
+            changes[MemoryKind.GRADIENTS] = -self._copied_out()
         if arrays.schedule.spreads_vocabulary:
             changes[MemoryKind.ACTIVATIONS] = self._shared_outputs()
         if arrays.schedule.spreads_embedding:
             changes[MemoryKind.MESSAGES] += self._passed_lookups()
         return changes
+
+    def _copied_out(self) -> Floats:
+        """The weight gradients that go to the host after each action: a stage's after its last backward, and after
+        those of its rank's later stages (`add_reductions`)."""
+        arrays, placement = self.arrays, self.arrays.schedule.placement
+        _, made = self._gradients
+        leaving = np.maximum(np.bincount(arrays.stage, made, len(placement)) - self.kept_gradients, 0.0)
+        backward = arrays.is_one_of(*BACKWARDS, Op.VW, Op.EW)
+        last = np.full(len(placement), -1)
+        np.maximum.at(last, arrays.stage[backward], np.flatnonzero(backward))
+        copied, latest = np.zeros(len(arrays.op)), np.full(arrays.schedule.num_ranks, -1)
+        for stage in reversed(np.flatnonzero(last >= 0)):
+            rank = placement[stage]
+            latest[rank] = max(latest[rank], last[stage])
+            copied[latest[rank]] += leaving[stage]
+        return copied
 
     def _shared_outputs(self) -> Floats:
         """The last stage's output, which goes with VW: held until the backward of its slice where that comes later."""
@@ -432,7 +452,14 @@ def bytes_of_stages(table: MemoryTable, placement: Sequence[int]) -> dict[str, A
         for of_stages in (table.parameters, table.optimizer)
     )
     made = np.array([[table.gradients.get((g, op), 0.0) for g in stages] for op in ops], float)
-    return {"made": made, "header": table.header_bytes, "parameters": parameters, "optimizer": optimizer}
+    kept = np.array([np.inf if table.kept_gradients is None else table.kept_gradients.get(g, 0.0) for g in stages])
+    return {
+        "made": made,
+        "header": table.header_bytes,
+        "parameters": parameters,
+        "optimizer": optimizer,
+        "kept_gradients": kept,
+    }
 
 
 def row_peaks(firsts: Ints, before: Floats, during: Floats, after: Floats) -> Floats:

@@ -21,8 +21,10 @@ from slipstream.cost import (
     possible_shards,
 )
 from slipstream.cost.update import refused_shards
+from slipstream.errors import SlipstreamError
 from slipstream.planner.find_plan import find_plan
 from slipstream.planner.search import ClusterProblem, PlanOptions
+from slipstream.planner.search.plan_space import PlanSpace
 from slipstream.profile import count_model
 from slipstream.simulator import MemoryKind
 from support.architectures import ARCHITECTURES
@@ -62,6 +64,66 @@ def test_what_can_be_sharded(model: ModelCount) -> None:
     assert possible_shards(2, divided_by(Degrees(context=2, experts=2))) == ("optimizer", "none", "parameters")
     assert possible_shards(2, divided_by(Degrees(tensor=2))) == ("optimizer", "none")
     assert (refused_shards(model), *refused_shards(replace(model, tied=True))) == ({}, "shard")
+
+
+def test_on_the_host_it_leaves_weights_and_gradients_on_the_device() -> None:
+    """48 GB of 8 billion parameters in bfloat16, as full training with its optimizer on the host is known to take."""
+    away = Update(ADAMW, place="host")
+    assert 8e9 * (away.held.weights + away.held.gradients + away.held.optimizer) == 48e9
+    assert 8e9 * away.on_host == 128e9
+    # moments and master weights there and back, the gradient, master weights again, and what the device gets of them
+    assert away.moved_on_host == 2 * 12 + 4 + 4 + 2
+    float32 = Update(StateBytes.of("float32"), place="host")
+    assert (float32.on_host, float32.moved_on_host) == (8 + 4 + 4, 2 * (8 + 4) + 4 + 4 + 4)
+    assert Update(ADAMW).on_host == 0
+
+
+@pytest.mark.parametrize("shard", ["none", "optimizer"])
+def test_on_the_host_it_takes_the_link_and_the_hosts_memory(shard: str, model: ModelCount) -> None:
+    """A sharded one copies, keeps and updates a replica's part."""
+    options = PlanOptions(schedule=("1f1b",), pipeline_parallel=(2,), tensor_parallel=(1,), expert_parallel=(1,))
+    options = options.changed(context_parallel=(1,), shard=(shard,), num_slices=(1,), recompute=("none",), offload=0.0)
+    source = CountedSource(model, load_cluster("h100-dgx").with_nodes(1), "a model")
+    device, host = (
+        find_plan(ClusterProblem(source, 256, 8, options=options.changed(optimizer=place))).best
+        for place in ("device", "host")
+    )
+    assert device.plan.differences(host.plan) == ["optimizer"]
+    assert host.plan.describe() == device.plan.describe().replace(
+        ", optimizer state", ", optimizer on the host, optimizer state"
+    ) + (", optimizer on the host" if shard == "none" else "")
+    space = PlanSpace(source, 256, 8, options)
+    evaluation = space.evaluate(host.plan)
+    optimized = evaluation.cut.per_rank(
+        evaluation.cut.per_stage(lambda stage: evaluation.cut.costs.num_optimized(stage, evaluation.update))
+    )
+    assert max(evaluation.host_peaks()) == pytest.approx(16 * max(optimized))
+    assert max(space.evaluate(device.plan).host_peaks()) == 0
+    assert all(MemoryKind.OPTIMIZER not in of_rank for of_rank in host.memory)
+    rates = source.host
+    gradients, weights, rule = space.tails(host.plan)
+    before = space.tails(device.plan)
+    np.testing.assert_allclose(gradients - before[0], rates.latency + 4 * optimized / rates.bandwidth, rtol=1e-9)
+    np.testing.assert_allclose(weights - before[1], rates.latency + 2 * optimized / rates.bandwidth, rtol=1e-9)
+    np.testing.assert_allclose(rule, 34 * optimized / rates.memory_bandwidth, rtol=1e-9)
+    assert host.step_seconds > device.step_seconds
+
+
+def test_it_goes_to_the_host_where_that_is_asked_for_or_nothing_else_fits(model: ModelCount) -> None:
+    cluster = load_cluster("h100-dgx").with_nodes(1)
+    small = replace(cluster, devices_per_node=1, device=replace(cluster.device, memory=1.2e6))
+    source, options = CountedSource(model, small, "a model"), PlanOptions(recompute=("full",))
+    assert {plan.optimizer for _, _, plan in PlanSpace(source, 256, 8, PlanOptions()).bounded()} == {"device"}
+    with pytest.raises(SlipstreamError, match=r"The cheapest change that would fit: allow optimizer=host\."):
+        find_plan(ClusterProblem(source, 256, 8, options=options))
+    assert find_plan(ClusterProblem(source, 256, 8, options=options.changed(optimizer="host"))).best.plan.optimizer
+    full = replace(small, device=replace(small.device, host_memory=1e6))
+    with pytest.raises(SlipstreamError, match=r"on a host, .* more than the 1\.00 MB that a host has for each device"):
+        find_plan(
+            ClusterProblem(CountedSource(model, full, "a model"), 256, 8, options=options.changed(optimizer="host"))
+        )
+    with pytest.raises(SlipstreamError, match="optimizer='host' with shard='parameters', which no training can"):
+        PlanSpace(source, 256, 8, PlanOptions(optimizer="host", shard=("optimizer", "parameters")))
 
 
 def test_searches_follow_another_rule(model: ModelCount) -> None:

@@ -63,10 +63,11 @@ class Replica:
         shard: bool,
         dtype: torch.dtype | None = None,
         bucket_bytes: int = 10_000,
+        on_host: bool = False,
     ) -> None:
         add_weight_gradients_in_place(model)
         self.model, self.data = model, data
-        self.masters = MasterParameters([*model.named_parameters()], held_by(data), shard, dtype, bucket_bytes)
+        self.masters = MasterParameters([*model.named_parameters()], held_by(data), shard, dtype, bucket_bytes, on_host)
         self.gradients = GradientReduction(in_stages(model), held_by(data), RankGroup(), none_partial, self.masters)
 
     def step(self, seed: int, scale: float = 1.0) -> None:

@@ -328,6 +328,27 @@ def masters_keep_small_updates() -> None:
             assert all(torch.equal(parameter, other) for other in everywhere), name
 
 
+def masters_on_the_host_to_the_bit() -> None:
+    """Weights after some steps, in either dtype, sharded or not; the losses are scaled in one of them."""
+    for dtype, shard in ((None, False), (None, True), (torch.float32, False), (torch.float32, True)):
+        trained = []
+        for on_host in (False, True):
+            model = build(ARCHITECTURES["llama"]).to(torch.float32 if dtype is None else torch.bfloat16)
+            replica = Replica(model, world(), shard, dtype, on_host=on_host)
+            optimizer = replica.adamw()
+            for seed in range(3):
+                optimizer.zero_grad()
+                replica.step(seed, 4.0 if seed == 1 else 1.0)
+                optimizer.step()
+                replica.masters.publish()
+            masters = dict(replica.masters.named_parameters())
+            trained.append({**dict(model.named_parameters()), **{f"{name}'s master": m for name, m in masters.items()}})
+            own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+            apart = own.isdisjoint(master.untyped_storage().data_ptr() for master in masters.values())
+            assert apart == (on_host or dtype is not None)
+        assert all(torch.equal(tensor, trained[1][name]) for name, tensor in trained[0].items()), (dtype, shard)
+
+
 class Short(nn.Module):
     """Parameters of fewer rows than replicas, of rows that do not divide, of none, and of two dtypes."""
 
@@ -414,6 +435,7 @@ CASES = by_name(
     sharded_and_replicated_to_the_bit,
     slices_are_added_in_float32,
     masters_keep_small_updates,
+    masters_on_the_host_to_the_bit,
     short_parameters_are_on_some_replicas,
     all_ranks_skip_the_same_step,
 )

@@ -31,7 +31,7 @@ from support.architectures import (
 )
 from support.hybrids import HYBRIDS
 from support.options import grouped
-from support.parallel.group_cases import by_name, run_cases
+from support.parallel.group_cases import by_name, run_cases, shared_folder
 from support.parallel.shared_models import CONFIGS
 from support.pipelines import make_pipe
 
@@ -363,6 +363,52 @@ def low_precision() -> None:
         assert error < 0.03, (name, error)
 
 
+def optimizer_on_the_host() -> None:
+    """To the bit as on the device: with replicas, stages and both, tied weights, norms that clip, and a checkpoint from
+    which the other setting goes on, on another mesh."""
+    inputs, places = tokens(batch=4), ("device", "host")
+    for mesh, name, settings in (
+        ((2, 2, 1), "llama, tied", {"dtype": torch.float32}),
+        ((2, 2, 1), "llama", {"dtype": torch.bfloat16, "master_dtype": torch.float32, "shard": "optimizer"}),
+        ((1, 2, 2), "llama", {"dtype": torch.float32, "shard": "optimizer"}),
+    ):
+        with shared_folder() as folder:
+            runs = {}
+            for place in places:
+                loop = _Loop(mesh, name, settings | {"optimizer": place})
+                losses = loop.train(inputs, 2)
+                loop.pipe.save(folder / place, 2, optimizer=loop.optimizer)
+                runs[place] = [losses + loop.train(inputs, 1), loop.pipe.state_dict()]
+            for place, other in zip(places, reversed(places), strict=True):
+                loop = _Loop(mesh, name, settings | {"optimizer": other}, seed=4)
+                loop.pipe.load(folder / place, optimizer=loop.optimizer)
+                runs[f"{other} after {place}"] = [loop.train(inputs, 1), loop.pipe.state_dict()]
+        losses, state = runs["device"]
+        for run, (found, weights) in runs.items():
+            assert found == losses[-len(found) :], (mesh, run)
+            assert all(torch.equal(tensor, weights[key]) for key, tensor in state.items()), (mesh, run)
+
+
+class _Loop:
+    """A pipeline and its optimizer, over copies of weights on the host or weights on the device."""
+
+    def __init__(self, mesh: tuple[int, int, int], name: str, settings: dict[str, Any], seed: int = 3) -> None:
+        options = {"slices": 2, "num_microbatches": 1, "self_check": False, **settings}
+        self.pipe = Pipeline.from_config(CONFIGS[name], seed=seed, mesh=make_mesh(*mesh), **grouped(**options))
+        self.optimizer = torch.optim.AdamW(self.pipe.parameters(), lr=1e-2)
+
+    def train(self, inputs: Tensor, num_steps: int) -> list[float]:
+        each = len(inputs) // self.pipe.num_replicas
+        mine = slice(each * self.pipe.replica, each * (self.pipe.replica + 1))
+        found = []
+        for _ in range(num_steps):
+            self.optimizer.zero_grad()
+            loss = self.pipe.step(inputs[mine], inputs[mine])
+            found += [float(loss), float(self.pipe.clip_grad_norm_(0.5))]
+            self.optimizer.step()
+        return found
+
+
 def every_model_mesh_and_kind_of_rows() -> None:
     for case in (ends_apart, carried_states, packed_rows):
         case(every=True)
@@ -382,6 +428,7 @@ OF_FOUR = by_name(
     limit,
     refusals,
     low_precision,
+    optimizer_on_the_host,
     every_model_mesh_and_kind_of_rows,
 )
 CASES = OTHERS | OF_FOUR

@@ -220,6 +220,7 @@ class CausalLMFamily(ModelFamily):
             parallel=options.parallel,
             context=options.memory.context,
             context_gradients=options.memory.context_gradients,
+            optimizer=options.memory.optimizer,
             tied=self.is_tied,
             trained=self.trained,
         )
@@ -288,7 +289,7 @@ class CausalLMFamily(ModelFamily):
     def lay_out(self, schedule: Schedule, slices: int | Sequence[int]) -> StageLayout:
         if (slices != 1 or self._ranks.token_axes) and not self._may_cut:
             self._check_cut()
-        shared = self._ranks.tensor.size, self._ranks.share_gradients
+        shared = self._ranks.tensor.size, self._options.reduces_gradients(self._ranks.share_gradients)
         draws = self.adapter is not None and self.adapter.draws
         layout, self._anatomy = plan_layout(
             self.config, self._anatomy, schedule, slices, self._options, *shared, draws, self._outline

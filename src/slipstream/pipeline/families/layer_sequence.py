@@ -275,7 +275,7 @@ class SequenceFamily(ModelFamily):
         most = max(map(len, stages))
         checked = memory.check_recompute
         recompute = RecomputePolicy.parse(what, most, besides="'segments', ", is_checked=checked)
-        reduces = self._ranks.share_gradients
+        reduces = self._options.reduces_gradients(self._ranks.share_gradients)
         skips = self._skips(ranges)
         return StageLayout(
             schedule,

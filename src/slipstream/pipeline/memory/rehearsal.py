@@ -84,8 +84,19 @@ def rehearse(step: RehearsedStep, number: int = 0) -> MemoryTable:
         parameters={g: storage_bytes(tensors) + updated[g][0] for g, tensors in owned.items()},
         gradients={key: size for run in runs for key, size in run.gradients().items()},
         optimizer={g: ADAMW_STATES * size for g, (_, size) in updated.items()},
+        kept_gradients=_kept_gradients(step.stages) if step.parameters.are_on_host else None,
     )
     return _with_divided_head(table, step)
+
+
+def _kept_gradients(stages: Mapping[int, PipelineStage]) -> dict[int, float]:
+    """Returns the bytes of gradients that don't go to the host with their stage's: those of tied weights, which are
+    added first."""
+    tied = {g: [each for weight in stage.tied for each in weight.accumulators] for g, stage in stages.items()}
+    return {
+        g: float(sum(each.numel() * (each.grad_dtype or each.dtype).itemsize for each in accumulators))
+        for g, accumulators in tied.items()
+    }
 
 
 def _with_divided_head(table: MemoryTable, step: RehearsedStep) -> MemoryTable:

@@ -8,7 +8,7 @@ from typing import Any
 
 from slipstream.options import Memory, Parallelism
 from slipstream.pipeline.pipeline_options import PipelineOptions
-from slipstream.planner import Plan
+from slipstream.planner import OPEN, Plan
 
 # The ranks and the microbatches are there before a plan is made for them, and an order says how the head is kept.
 _OF_STAGES = ("schedule", "slices", "stages_per_rank", "partition")
@@ -17,9 +17,10 @@ _OF_STAGES = ("schedule", "slices", "stages_per_rank", "partition")
 def decided_options(plan: Plan, memory: Memory, parallel: Parallelism) -> dict[str, Any]:
     """Returns the options that a plan decides, by their names.
 
-    What is open in the plan is left out; `memory` and `parallel` have the settings beside its own.
+    What is open in the plan is left out; `memory` and `parallel` have the settings beside its own. Where the optimizer
+    runs is among these: no plan of stages and orders decides it.
     """
-    sections = plan.settings()
+    sections = replace(plan, optimizer=OPEN).settings()
     options = {name: sections["pipeline"][name] for name in _OF_STAGES if name in sections["pipeline"]}
     # Layers that take whole microbatches accept slices=1 only, and no list of lengths.
     if options.get("slices") == [1]:

@@ -72,6 +72,7 @@ class StartRequest(ExpectedBatch):
         parallel: how ranks share the work of a stage.
         context: where keys and values lie, on the "device" or the "host".
         context_gradients: in what their gradients are summed, "wide" numbers or those of the "model".
+        optimizer: where the optimizer runs, likewise.
         tied: whether the head's weight embeds too.
         trained: what of the model is trained.
     """
@@ -85,6 +86,7 @@ class StartRequest(ExpectedBatch):
     parallel: Parallelism = Parallelism()
     context: str = "device"
     context_gradients: str = "wide"
+    optimizer: str = "device"
     tied: bool = False
     trained: TrainedWeights = ALL_WEIGHTS
 
@@ -102,6 +104,7 @@ class StartRequest(ExpectedBatch):
             microbatch_size=costs.microbatch_size,
             shard=self.parallel.shard,
             context=self.context,
+            optimizer=self.optimizer,
         )
         return mesh.closed(
             schedule=plan.schedule, slices=plan.slices, partition=plan.partition, recompute=plan.recompute
@@ -123,7 +126,7 @@ class StartRequest(ExpectedBatch):
         for, where time ran out."""
         problem = JointProblem(
             costs=with_context(with_context_gradients(costs, self.context_gradients), self.context, ANY_HOST),
-            update=Update(self.state, self.replicas * costs.degrees.token_ranks, self.parallel.shard),
+            update=Update(self.state, self.replicas * costs.degrees.token_ranks, self.parallel.shard, self.optimizer),
             seq_len=self.seq_len,
             num_ranks=self.num_ranks,
             num_microbatches=self.num_microbatches,

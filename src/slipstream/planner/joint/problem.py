@@ -107,9 +107,9 @@ class JointProblem:
 
     @cached_property
     def state_sums(self) -> Floats:
-        """The bytes of weights, gradients and optimizer state of the first 0, 1, ... units."""
+        """The device's bytes of weights, gradients and optimizer state of the first 0, 1, ... units."""
         costs = self.costs
-        state = self.update.state
+        state = self.update.on_device
         optimized = self.update.optimized(costs.each_number, costs.divided)
         of_kinds = costs.each_weight(state.weights) + state.gradients * costs.each_number.trained
         of_kinds = of_kinds + state.optimizer * optimized

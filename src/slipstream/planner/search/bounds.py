@@ -152,8 +152,14 @@ class GroupBounds:
         sizes, state, per_rank = self.sizes, self.source.state, self.cut.per_rank
         by_layer = self._by_layer[:, None, None]
         gradients = state.gradients if self.num_microbatches > 1 else 0
-        optimized = [update.held.optimizer * sizes.optimized(update) for update in self.updates]
-        state_bytes = per_rank(sizes.weights + gradients * sizes.trained + np.stack(optimized))
+        has_several = len(self.cut.placement) > self.cut.num_ranks
+        states = []
+        for update in self.updates:
+            # The gradients of one stage may be on the host before those of another are made.
+            made = 0 if update.place == "host" and has_several else gradients
+            optimized = update.held.optimizer * sizes.optimized(update)
+            states.append(sizes.weights + made * sizes.trained + optimized)
+        state_bytes = per_rank(np.stack(states))
         # a backward has all of its slice's activations, or a layer's, whatever was dropped or offloaded before
         longest = np.array([max(slices, default=0) / max(1, sum(slices)) for slices in self.slicings])
         working = sizes.largest * longest[:, None] * ~by_layer

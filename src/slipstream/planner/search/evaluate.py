@@ -213,7 +213,7 @@ class Evaluation:
 
     def host_peaks(self) -> list[float]:
         """Returns the most bytes that each rank has on its host."""
-        peaks: list[float] = self.bytes.host_peaks().tolist()
+        peaks: list[float] = (self.bytes.host_peaks() + state_on_host(self.cut, self.update)).tolist()
         return peaks
 
     def peaks(self) -> list[float]:
@@ -309,7 +309,7 @@ def _by_kind(memory: RankMemory) -> dict[MemoryKind, float]:
 
 def update_of(plan: Plan, state: StateBytes) -> Update:
     """Returns the update that ends a plan's step, by the bytes per parameter where nothing is sharded."""
-    return Update(state, plan.num_copies, plan.shard)
+    return Update(state, plan.num_copies, plan.shard, plan.optimizer)
 
 
 def evaluate(
@@ -327,7 +327,7 @@ def evaluate(
         costs: of the model's parts on a rank, for the plan's degrees and microbatches.
         batch: the sequences of the step.
         state: bytes per parameter, where nothing is sharded.
-        host: the memory of the host, where something is offloaded.
+        host: the memory of the host, where something is offloaded, or the optimizer runs.
         beside: what a rank holds beside what the costs say.
 
     Raises:
@@ -347,7 +347,7 @@ def evaluate(
         cut=cut,
         slices=plan.slices,
         arrays=_actions(plan, cut),
-        find_times=partial(_step_times, plan, cut, update),
+        find_times=partial(_step_times, plan, cut, update, host),
         update=update,
         host=host,
         beside=beside,
@@ -392,14 +392,14 @@ def _actions(plan: Plan, cut: PlacedPartition) -> ActionArrays:
     return cached_schedule(ScheduleShape.of(plan, plan.num_microbatches, cut.trains), replays, plan.offload)
 
 
-def _step_times(plan: Plan, cut: PlacedPartition, update: Update) -> StepTimes:
+def _step_times(plan: Plan, cut: PlacedPartition, update: Update, host: HostMemorySpec | None) -> StepTimes:
     """Returns the seconds of a closed plan's actions, and of what follows them."""
     recomputations = tuple(dict.fromkeys(("none", "full", plan.recompute)))
     parts = part_times(cut.costs, recomputations, (plan.slices,))
     return StepTimes(
         stages=stage_times(cut, parts, recomputations, plan.slices),
-        reductions=reduction_seconds(cut, update),
-        tails=tail_seconds(cut, update),
+        reductions=reduction_seconds(cut, update, host),
+        tails=tail_seconds(cut, update, host),
         head=head_times(plan, cut.costs),
     )
 
@@ -420,16 +420,35 @@ def head_times(plan: Plan, costs: Costs) -> dict[tuple[int, int, Op], float]:
     return {key: seconds for key, seconds in times.items() if key[2] in VOCABULARY}
 
 
-def reduction_seconds(cut: PlacedPartition, update: Update) -> Floats:
-    """Returns the seconds in which the gradients of each stage are reduced over the replicas, (stages,)."""
-    return cut.per_stage(partial(cut.costs.gradient_seconds, update=update))
+def reduction_seconds(cut: PlacedPartition, update: Update, host: HostMemorySpec | None) -> Floats:
+    """Returns the seconds in which the gradients of each stage are reduced over the replicas, and copied to the host
+    where the optimizer runs there, (stages,)."""
+    seconds = cut.per_stage(partial(cut.costs.gradient_seconds, update=update))
+    if update.place == "host" and host is not None:
+        seconds = seconds + host.copy_seconds(update.state.gradients * _optimized(cut, update))
+    return seconds
 
 
-def tail_seconds(cut: PlacedPartition, update: Update) -> Floats:
+def state_on_host(cut: PlacedPartition, update: Update) -> Floats:
+    """Returns the bytes that each rank's optimizer keeps on its host."""
+    return cut.per_rank(update.on_host * _optimized(cut, update)) if update.on_host else np.zeros(cut.num_ranks)
+
+
+def _optimized(cut: PlacedPartition, update: Update) -> Floats:
+    """Returns how many parameters of each stage have their optimizer state on its rank, (stages,)."""
+    return cut.per_stage(partial(cut.costs.num_optimized, update=update))
+
+
+def tail_seconds(cut: PlacedPartition, update: Update, host: HostMemorySpec | None) -> Floats:
     """Returns each rank's seconds that always follow its last action, (3, ranks): of reducing the gradients of its
-    first stage, of gathering weights, and of the optimizer."""
+    first stage, of gathering weights, which come from the host where the optimizer runs there, and of the optimizer."""
     firsts = [cut.placement.index(rank) for rank in range(cut.num_ranks)]
-    gathered = cut.per_stage(partial(cut.costs.gather_seconds, update=update))
-    optimizer = cut.per_stage(partial(cut.costs.optimizer_step_seconds, update=update))
-    gradients = reduction_seconds(cut, update)[firsts]
-    return np.stack([gradients, cut.per_rank(gathered), cut.per_rank(optimizer)])
+    gathered = cut.per_rank(cut.per_stage(partial(cut.costs.gather_seconds, update=update)))
+    optimizer = cut.per_rank(cut.per_stage(partial(cut.costs.optimizer_step_seconds, update=update)))
+    gradients = reduction_seconds(cut, update, host)[firsts]
+    if update.place == "host" and host is not None:
+        optimized = cut.per_rank(_optimized(cut, update))
+        gathered = gathered + host.copy_seconds(update.state.weights * optimized)
+        # No host is taken to be faster than its device, as bounds of the step are without one.
+        optimizer = np.maximum(optimizer, update.moved_on_host * optimized / host.memory_bandwidth)
+    return np.stack([gradients, gathered, optimizer])

@@ -10,6 +10,7 @@ from slipstream.planner.plan import Plan
 from slipstream.planner.progress import ProgressReport
 from slipstream.planner.search.bounds import PlanGroup, Promise
 from slipstream.planner.search.plan_space import PlanSpace
+from slipstream.planner.search.savings import SAVINGS
 from slipstream.planner.slicing.equal_stage_slicing import search_compiled
 
 BoundedPlan = tuple[float, Plan]  # a lower bound of its step, in seconds
@@ -83,7 +84,8 @@ class Frontier:
     def others(self, choice: str, value: object) -> Iterator[Plan]:
         """Yields configurations with another value of a choice: others are bounded once the known ones are used up, and
         none where the choice allows no other."""
-        values = self._space.options.allowed.get(choice)
+        of_savings = {saving.choice: saving.unasked for saving in SAVINGS if saving.costs}
+        values = self._space.options.allowed.get(choice, of_savings.get(choice))
         if (values is not None and {*values} <= {value}) or choice == "vocabulary":  # which the joint search spreads
             return
         yield from self._with_other(self._groups, choice, value)

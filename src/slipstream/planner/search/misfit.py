@@ -14,6 +14,7 @@ from slipstream.planner.plan import CHOICES, Plan
 from slipstream.planner.search.cluster_problem import ClusterProblem
 from slipstream.planner.search.plan_options import PlanOptions
 from slipstream.planner.search.plan_space import PlanSpace
+from slipstream.planner.search.savings import SAVINGS
 from slipstream.units import bytes_text, plural
 
 NOTHING_SPREAD = (
@@ -123,6 +124,10 @@ def _changes(space: PlanSpace) -> Iterator[str]:
             yield f"allow {choice}={best.choice(choice)}"
     if space.memory < source.memory and _fitting(options.changed(memory_limit=source.memory), space):
         yield f"allow all {bytes_text(source.memory)} of a device's memory"
+    for saving in SAVINGS if source.host is not None else ():
+        away = tuple(filter(saving.copies, saving.if_asked)) if saving.choice not in options.allowed else ()
+        if away and (best := _fitting(options.changed(**{saving.choice: away}), space)):
+            yield f"allow {saving.choice}={best.choice(saving.choice)}"
     for more in source.larger(_MOST_NODES):
         best = _fitting(options, PlanSpace(more, space.seq_len, space.global_batch, options))
         if best is not None:

@@ -39,6 +39,7 @@ from slipstream.planner.search.evaluate import (
     StepTimes,
     head_times,
     reduction_seconds,
+    state_on_host,
     tail_seconds,
     update_of,
 )
@@ -69,8 +70,9 @@ class PlanSpace:
         self.longest = self.choices.longest
         self.alike, self._slowest = cache(self._first_alike), cache(self._find_slowest)
         self._partition, self._times = cache(self._compute_partition), cache(self._compute_times)
-        self._tails, self.sizes = cache(tail_seconds), cache(self._sizes)
-        self._gradients, self._whole = cache(reduction_seconds), cache(self._whole_seconds)
+        self._tails, self.sizes = cache(partial(tail_seconds, host=source.host)), cache(self._sizes)
+        self._gradients = cache(partial(reduction_seconds, host=source.host))
+        self._whole = cache(self._whole_seconds)
         self._columns, self._work = cache(self._part_columns), cache(self._least_work)
         self._state, self._placed = cache(self._state_bytes), cache(self._place)
         self._alike: dict[tuple[tuple[int, ...], ...], Stage] = {}
@@ -324,14 +326,18 @@ class PlanSpace:
             whole=np.outer(sizes.kept["full" if by_layer else "none"], slices / self.seq_len),
             kept=np.outer(sizes.kept[plan.recompute], slices / self.seq_len),
             context=sizes.context * (not by_layer or len(slices) > 1),
-            gradients=state.gradients * sizes.trained,
+            # Those of one of several stages may be on the host before others are made.
+            gradients=state.gradients * sizes.trained * (update.place == "device" or plan.stages_per_rank == 1),
             offloads=bool(plan.offload),
         )
         state_bytes = sizes.weights + state.optimizer * sizes.optimized(update)
         if (bound.peaks(shape) + cut.per_rank(state_bytes)).max() > self.memory:
             return False
         host = self.source.host
-        return plan.offload < 1 or host is None or bound.away(shape) <= host.capacity
+        if host is None:
+            return True
+        away = bound.away(shape) if plan.offload == 1 else 0.0
+        return max(away, float(state_on_host(cut, update).max())) <= host.capacity
 
     def predict(self, evaluation: Evaluation) -> Prediction:
         """Returns the step of a plan, its causes, and all ranks' memory at their peaks."""
@@ -470,7 +476,9 @@ class PlanSpace:
         """Returns the weights, gradients and optimizer state of one rank with all layers; without gradients where they
         aren't there before the only microbatch's end."""
         costs, layers, state = self.costs(degrees, size), range(len(self.source.kinds)), update.held
-        held = costs.weight_bytes(layers, state.weights) + has_more * state.gradients * costs.num_trained(layers)
+        held = costs.weight_bytes(layers, state.weights)
+        if has_more and update.place == "device":
+            held += state.gradients * costs.num_trained(layers)
         return held + state.optimizer * costs.num_optimized(layers, update)
 
 
@@ -491,6 +499,8 @@ def _check_known(source: CostSource, options: PlanOptions) -> None:
         refused = [value for value in options.values(choice) if value not in harmless]
         if refused:
             raise SlipstreamError(f"{choice}={max(refused)} can't be planned for {source.name}. {reason}")
+    if "host" in options.values("optimizer") and "parameters" in options.values("shard"):
+        Plan(optimizer="host", shard="parameters").check()
     unknown = [what for what in options.values("recompute") if what not in source.recomputations]
     if unknown:
         raise SlipstreamError(

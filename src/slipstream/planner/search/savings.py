@@ -50,6 +50,11 @@ class Saving:
             return tuple(value for value in possible if value not in self.if_asked)
         return tuple(value for value in possible if options.allows(self.choice, value))
 
+    @property
+    def unasked(self) -> tuple[Any, ...]:
+        """The values that are tried without being asked for, of a way that has a list of values."""
+        return tuple(value for value in self.costs if value not in self.if_asked)
+
     def cost(self, value: Any) -> float:
         """Returns how late a value is tried."""
         return self.costs.get(value, value)
@@ -105,6 +110,17 @@ SAVINGS = (
         fastest="optimizer",
         costs={"optimizer": 0, "parameters": 0, "none": 1},
         if_asked=("parameters",),
+        of_update=True,
+    ),
+    # Where a plan fits without, it is no slower, and each value more doubles what a search compares.
+    Saving(
+        choice="optimizer",
+        possible=lambda source, mesh: ("device", "host") if source.host else ("device",),
+        fastest="device",
+        costs={"device": 0, "host": 1},
+        weight=4,
+        if_asked=("host",),
+        copies=lambda place: place == "host",
         of_update=True,
     ),
 )

@@ -11,7 +11,7 @@ from pydantic import model_validator
 
 from slipstream.errors import SlipstreamError
 from slipstream.number_format import PRECISIONS
-from slipstream.options import Memory, Precision, Record, Runtime
+from slipstream.options import Memory, Precision, Record, Runtime, check_optimizer_place
 from slipstream.train.config import sections
 from slipstream.train.config.data_section import DataSection, PreferenceSection, check_preference
 from slipstream.train.config.mesh_settings import AXES, MESH_SETTINGS
@@ -147,6 +147,7 @@ class Config(Record):
         are_pairs = self.preference is not None
         check_batch(self.training, self.data, self.pipeline, self.parallel, are_pairs)
         self.parallel.check_experts()
+        check_optimizer_place(self.memory, self.parallel)
         try:
             self._check_pipeline()
         except ValueError as error:

@@ -26,6 +26,7 @@ from slipstream.units import bytes_text
 
 # Bytes of a trained parameter at least: float32, or bfloat16 with a float32 master, whose gradient may be in either
 _TRAINED_BYTES, _STATE_BYTES = 8, 8
+_WIDE_BYTES = 4  # of a gradient that is added up in float32
 
 _RAN_OUT = re.compile(r"out of memory|can't allocate memory|MemoryError|bad_alloc|memory ran out", re.IGNORECASE)
 
@@ -40,6 +41,9 @@ def less_memory(failure: str, config: Config, account: Callable[[], Account | No
         return []
     planned = account()
     changes = _changes(config)
+    # On a CPU the host's memory is the device's.
+    if re.search("CUDA|HIP", failure.splitlines()[-1]) is None:
+        changes = [(text, change) for text, change in changes if "optimizer" not in change]
     told = [text if planned is None else f"{text}: {_bytes_with(planned, change)}" for text, change in changes]
     holds = "" if planned is None else f"By the planner's account the fullest rank holds {bytes_text(planned())}. "
     return [f"{holds}To need less memory, try in this order: {'; '.join(told)}; or more ranks"]
@@ -67,6 +71,8 @@ def _changes(config: Config) -> list[tuple[str, dict[str, Any]]]:
         changes.append((f"--memory.offload={share:g} (now {memory.offload:g})", {"offload": share}))
     if config.parallel.num_copies > 1 and config.parallel.shard == "none":
         changes.append(("--parallel.shard=optimizer", {"shard": "optimizer"}))
+    if memory.optimizer == "device" and config.parallel.shard != "parameters":
+        changes.append(("--memory.optimizer=host", {"optimizer": "host"}))
     half = max(1, training.seq_len // 2)
     changes.append((f"--training.seq_len={half} (now {training.seq_len})", {"seq_len": half}))
     return changes
@@ -98,11 +104,14 @@ def check_memory(config: Config, model_config: Any) -> None:
     spread = {id(parameter) for module in experts for parameter in module.parameters()}
 
     def held(each: Tensor) -> float:
+        total: float
         is_spread = id(each) in spread
         alike = parallel.experts if is_spread else 1
         of_weights = parallel.num_copies if parallel.shard == "parameters" else alike
         of_state = parallel.num_copies if parallel.shard != "none" else alike
-        if each.requires_grad:
+        if each.requires_grad and config.memory.optimizer == "host":
+            total = each.nbytes + _WIDE_BYTES * each.numel()
+        elif each.requires_grad:
             total = each.numel() * (_TRAINED_BYTES / of_weights + _STATE_BYTES / of_state)
         else:
             total = each.nbytes / of_weights
@@ -124,8 +133,8 @@ Account = Callable[..., float]
 
 
 def memory_account(config: Config, model_config: Any) -> Account | None:
-    """Returns a function of changes, named `seq_len`, `num_microbatches`, `slices`, `recompute`, `offload` and
-    `shard`, that returns the bytes of the fullest rank with them. None where the model can't be counted.
+    """Returns a function of changes, named `seq_len`, `num_microbatches`, `slices`, `recompute`, `offload`, `shard`
+    and `optimizer`, that returns the bytes of the fullest rank with them. None where the model can't be counted.
 
     Activations are those of the longest sequences, attention that of a fused kernel; an order that is open is taken
     for 1f1b with 8 slices.
@@ -210,6 +219,7 @@ def _run_plan(config: Config, length: int, changes: dict[str, Any]) -> Plan:
         slices=plan.slices if is_given else tuple(slice_lengths(num_slices, length)),
         recompute=str(changes.get("recompute", plan.recompute)),
         offload=float(changes.get("offload", plan.offload)),
+        optimizer=changes.get("optimizer", plan.optimizer),
         shard=changes.get("shard", plan.shard) if parallel.num_copies > 1 else "none",
         vocabulary="whole" if isinstance(schedule, str) or schedule is OPEN else plan.vocabulary,
     )
