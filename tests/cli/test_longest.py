@@ -34,11 +34,9 @@ def test_each_way_to_save_memory_allows_longer_sequences() -> None:
     lengths = [each.tokens for each in found]
     assert lengths == sorted(lengths)
     assert lengths[-1] > 2 * lengths[0] > 0
-    _, _, _, on_host, last = (each.report for each in found)
-    assert on_host is not None
+    last = found[-1].report
     assert last is not None
-    assert on_host.best.plan.context == "host"
-    assert last.best.plan.optimizer == "host"
+    assert last.best.plan.context == "host"
     # What is found fits, and little more doesn't.
     for length, fits in ((lengths[0], True), (int(1.1 * lengths[0]), False)):
         source = choose_costs(llama(max_position_embeddings=2 * length), cluster, seq_len=length)

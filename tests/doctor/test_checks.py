@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -69,9 +70,25 @@ def test_limits_of_cgroups_are_read(tmp_path: Path) -> None:
     assert "the cgroup gives 0.5 cores" in (cores.advice or "")
     (memory,) = examination.find_memory(tmp_path)
     assert memory.text.endswith("limited to 1.00 GB (cgroup)")
+    (tmp_path / "memory.current").write_text("250000000\n")
+    (memory,) = examination.find_memory(tmp_path)
+    assert memory.text.endswith("limited to 1.00 GB (cgroup), of which 250 MB are in use")
     (tmp_path / "cpu.max").write_text("max 100000\n")
     *_, cores = examination.find_processor(tmp_path)
     assert "cgroup" not in cores.text
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_the_temporary_folder_says_whether_it_takes_memory(
+    in_memory: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = Path("/dev/shm")
+    if in_memory and not shared.is_dir():
+        pytest.skip("needs /dev/shm")
+    monkeypatch.setattr("tempfile.tempdir", str(shared if in_memory else tmp_path))
+    (found,) = examination.find_temporary_folder()
+    assert re.match(rf"{shared if in_memory else tmp_path}: .* free", found.text)
+    assert ("on tmpfs" in found.text and "set TMPDIR to a folder on a disk" in (found.advice or "")) or not in_memory
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from slipstream.schedule import Op
 from support.architectures import ARCHITECTURES, llama
 from support.small_clusters import SEQ_LEN, small_cluster, source
 
-HOST = HostMemorySpec(bandwidth=50e9, latency=0.0, capacity=1e12)
+HOST = HostMemorySpec(bandwidth=50e9, latency=0.0, capacity=1e12, memory_bandwidth=1e11)
 
 
 @cache

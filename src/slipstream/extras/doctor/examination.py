@@ -83,6 +83,7 @@ def _checks(folder: Path, has_torch: bool) -> Iterator[tuple[str, Check]]:
     yield "processor", find_processor
     yield "memory", find_memory
     yield "folder", lambda: find_folder(folder)
+    yield "temporary folder", find_temporary_folder
     yield "shared memory", find_shared_memory
     if has_torch:
         yield from _checks_of_torch()
@@ -170,14 +171,17 @@ def _threads() -> str:
 
 
 def find_memory(cgroups: Path = CGROUPS) -> Iterator[Finding]:
-    """Yields the memory of the machine, the free part, and the cgroup's limit."""
+    """Yields the memory of the machine, the free part, and the cgroup's limit, with what is in use of it."""
     import psutil
 
     memory = psutil.virtual_memory()
     limit = _memory_limit(cgroups)
     text = f"{bytes_text(memory.total)}, {bytes_text(memory.available)} free"
-    is_limited = limit is not None and limit < memory.total
-    yield Finding("memory", text + (f", limited to {bytes_text(limit)} (cgroup)" if limit and is_limited else ""))
+    if limit is not None and limit < memory.total:
+        used = _memory_in_use(cgroups)
+        text += f", limited to {bytes_text(limit)} (cgroup)"
+        text += "" if used is None else f", of which {bytes_text(used)} are in use"
+    yield Finding("memory", text)
 
 
 def _quota_in_cores(cgroups: Path) -> float | None:
@@ -202,6 +206,14 @@ def _memory_limit(cgroups: Path) -> int | None:
     return min((limit for limit in limits if limit < _NO_LIMIT), default=None)
 
 
+def _memory_in_use(cgroups: Path) -> int | None:
+    """Returns the bytes that this process's cgroup has, cached files included; None where it doesn't say it."""
+    texts = _cgroup_texts(cgroups, "memory.current")
+    old = cgroups / "memory" / "memory.usage_in_bytes"
+    texts += [old.read_text()] if old.exists() else []
+    return int(texts[0]) if texts else None
+
+
 def _cgroup_texts(cgroups: Path, name: str) -> list[str]:
     """Returns the contents of a file of version 2 of cgroups, of this process's group and of those it is in."""
     groups = Path("/proc/self/cgroup")
@@ -217,6 +229,7 @@ _LITTLE = 10**9  # bytes; the run of a small model writes more
 _SHARED_MEMORY = Path("/dev/shm")
 _LITTLE_SHARED = 2**28  # bytes; Docker's default is 64 MB
 _LITTLE_PINNED = 2**26  # bytes
+_IN_MEMORY = ("tmpfs", "ramfs")
 
 
 def find_folder(folder: Path) -> Iterator[Finding]:
@@ -241,6 +254,24 @@ def find_folder(folder: Path) -> Iterator[Finding]:
     little = f"checkpoints need more than {bytes_text(free)}: make room, or choose another training.output"
     rate = f"written at {bytes_text(_WRITTEN / seconds)}/s"
     yield Finding("folder", f"{text}, {rate}", advice=little if free < _LITTLE else None)
+
+
+def find_temporary_folder() -> Iterator[Finding]:
+    """Yields the room of the temporary folder, where a CPU's offloaded activations, keys and values are, and the kind
+    of its file system: files in some take memory."""
+    import psutil
+
+    folder = Path(tempfile.gettempdir()).resolve()
+    mounted = {Path(part.mountpoint): part.fstype for part in psutil.disk_partitions(all=True)}
+    kind = next((mounted[place] for place in (folder, *folder.parents) if place in mounted), "")
+    text = f"{folder}: {bytes_text(shutil.disk_usage(folder).free)} free{f', on {kind}' if kind else ''}"
+    advice = None
+    if kind in _IN_MEMORY:
+        advice = (
+            "its files take memory, so without a GPU memory.offload and memory.context=host save none: set TMPDIR to "
+            "a folder on a disk"
+        )
+    yield Finding("temporary folder", text, advice=advice)
 
 
 def _write(folder: Path) -> float:
