@@ -31,7 +31,7 @@ class KeyBlock(NamedTuple):
 
 def context_on_host(device: torch.device) -> HostMemory:
     """Returns the host's memory for keys and values of a model on a device."""
-    return host_memory(device, Tenant("memory.context=host", "keys and values", "shorten the sequence"))
+    return host_memory(device, Tenant("memory.context=host", "keys, values and states", "shorten the sequence"))
 
 
 class HostBlock:

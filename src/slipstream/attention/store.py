@@ -15,7 +15,7 @@ from slipstream.attention.key_blocks import HostBlock, KeyBlock, streamed
 from slipstream.attention.masks import KeyRanges
 from slipstream.autograd_calls import begin_graph, with_backward
 from slipstream.errors import SlipstreamError
-from slipstream.host_memory import HostMemory
+from slipstream.host_memory import HostMemory, HostTensors
 
 AttentionResult = tuple[Tensor, Tensor]  # output (B, H, T, Dv) and log-sum-exp (B, H, T) of one slice
 AttentionWrapper = Callable[[Callable[[], AttentionResult]], AttentionResult]
@@ -73,7 +73,7 @@ class ContextStore:
         # by call, in the order of their first use and including freed ones: the keys [first, end) that each slice read
         self.reads: dict[Hashable, list[tuple[int, int]]] = {}
         self.shared: SharedState | None = None  # an object of the code that runs the slices
-        self.carried = CarriedStates()
+        self.carried = CarriedStates(host)
         self.is_replaying = False
         self.is_repeated = False  # True in a forward whose graph is dropped, as a replay makes that of the backward
         self.makes_graph = True  # False in a replay after which the forward's graph is that of the backward
@@ -86,8 +86,9 @@ class ContextStore:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of all blocks on the host."""
-        return sum(block.num_bytes for context in self._contexts.values() for block in context.blocks.values())
+        """Bytes of all blocks and carried states on the host."""
+        blocks = sum(block.num_bytes for context in self._contexts.values() for block in context.blocks.values())
+        return blocks + self.carried.host_bytes
 
     def free(self) -> None:
         """Drops all buffers; needed where no backward does it."""
@@ -300,11 +301,21 @@ class _State:
     """A state between two slices."""
 
     # None once the backward of its reader has begun: that graph keeps the value as far as it is needed.
-    value: Tensor | None
+    held: Tensor | HostTensors | None
     has_gradient: bool
     is_done: bool = False  # True once the backward of the reader has begun
     gradient: Tensor | None = None  # None: none yet, or a reader whose outputs don't depend on the state
     is_read: bool = False  # True once a forward has read it
+
+    @property
+    def value(self) -> Tensor | None:
+        """The state on the device, where it stays as long as its reader needs it."""
+        if self.held is None or isinstance(self.held, Tensor):
+            return self.held
+        self.held.begin()
+        (value,) = self.held.wait()
+        self.held.leave()
+        return value
 
 
 class CarriedStates:
@@ -314,10 +325,11 @@ class CarriedStates:
         backward  slice 0 <-dS-- slice 1 <-dS-- slice 2     final when the next slice's backward has run (rule 2)
 
     Each is kept by its carrier (`call`) and by the first token that is computed from it. A replay reads what the
-    forward read, so a value stays until the backward of its reader.
+    forward read, so a value stays until the backward of its reader: on the device, or on the `host`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, host: HostMemory | None = None) -> None:
+        self._host = host
         self._states: dict[tuple[Hashable, int], _State] = {}
         self.keeps_read = False  # True: kept in a backward too, for layers to read again
 
@@ -328,28 +340,35 @@ class CarriedStates:
 
     @property
     def values(self) -> list[Tensor]:
-        """The states that are kept."""
-        return [state.value for state in self._states.values() if state.value is not None]
+        """The states that are kept on the device."""
+        return [state.held for state in self._states.values() if isinstance(state.held, Tensor)]
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the states on the host."""
+        held = (state.held for state in self._states.values())
+        return sum(each.num_bytes for each in held if each is not None and not isinstance(each, Tensor))
 
     def read(self, call: Hashable, token: int) -> Tensor | None:
         """Returns the state with which a slice begins, connected to its gradient; None at the sequence's start."""
         if token == 0:
             return None
         state = self._states.get((call, token))
-        if state is None or state.value is None:
+        if state is None or (kept := state.value) is None:
             raise ContextError(
                 f"the slice from token {token} on needs the state of {call!r}, which isn't there (any more): "
                 "first run the slice before it, and no forward after a backward"
             )
         state.is_read = True
         if not state.has_gradient or not torch.is_grad_enabled():
-            return state.value
-        value: Tensor = begin_graph(torch.empty(0, requires_grad=True), state.value, partial(_add_gradient, state))
+            return kept
+        value: Tensor = begin_graph(torch.empty(0, requires_grad=True), kept, partial(_add_gradient, state))
         return value
 
     def keep(self, call: Hashable, token: int, value: Tensor, has_gradient: bool) -> None:
         """Keeps the state with which the slice from `token` on begins."""
-        self._states[call, token] = _State(value, has_gradient)
+        held = value if self._host is None else self._host.keep([value])
+        self._states[call, token] = _State(held, has_gradient)
 
     def leave(
         self, states: Mapping[Hashable, Tensor], first: int, end: int, output: Tensor, is_replay: bool = False
@@ -389,7 +408,7 @@ class CarriedStates:
             if (read := self._states.get((call, first))) is not None:
                 read.is_done = True
                 if not self.keeps_read:
-                    read.value = None
+                    read.held = None
             gradients.append(left.gradient)
             # The reader's graph, which W may still need, would keep the gradient alive.
             left.gradient = None

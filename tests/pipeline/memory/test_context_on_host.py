@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,9 @@ import pytest
 import torch
 from transformers import BloomConfig
 
-from slipstream import SlipstreamError, host_memory
-from slipstream.cost import ANY_HOST, CountedOperations, StateBytes
-from slipstream.planner.plan import ONE_DEVICE
-from slipstream.planner.search import GlobalBatch, evaluate
-from slipstream.profile import count_model
+from slipstream import SlipstreamError
 from slipstream.profile.stage_bench import memory_meter, tensors_alive
-from support.architectures import ARCHITECTURES, LENGTH, VOCABULARY, build, llama, tokens
+from support.architectures import ARCHITECTURES, VOCABULARY, build, llama, tokens
 from support.exact_steps import documents_error, exact_pipe
 from support.hybrids import HYBRIDS
 from support.live_memory import LiveMemory
@@ -78,53 +73,25 @@ def test_the_device_holds_no_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert held["host"][1] >= held["device"][0] / 2
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral, window of 7"])
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-def test_the_account_knows_the_bytes_on_the_host(name: str, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exactly: all files that are there at the same time."""
-    there: list[int] = [0]
-    most: list[int] = [0]
-    make = host_memory._mapped_file
-
-    def mapped(size: int, tenant: host_memory.Tenant) -> torch.Tensor:
-        file = make(size, tenant)
-        there[0] += size
-        most[0] = max(most[0], there[0])
-        weakref.finalize(file.untyped_storage(), lambda: there.__setitem__(0, there[0] - size))
-        return file
-
-    config = ARCHITECTURES[name]
-    lengths = (24, 16, 16, 8)
-    pipe = make_pipe(
-        build(config).float(), schedule, num_microbatches=2, slices=[*lengths], num_ranks=1, context="host"
-    )
-    inputs = tokens(batch=2)
-    pipe.step(inputs, inputs)
-    monkeypatch.setattr(host_memory, "_mapped_file", mapped)
-    pipe.step(inputs, inputs)
-
-    plan = ONE_DEVICE.closed(
-        schedule=schedule,
-        num_microbatches=2,
-        slices=lengths,
-        partition=(config.num_hidden_layers,),
-        context="host",
-    )
-    costs = CountedOperations(count_model(config, LENGTH, torch.float32))
-    account = evaluate(plan, costs, GlobalBatch(LENGTH, 2), StateBytes.of("float32"), ANY_HOST)
-    assert account.host_peaks() == [most[0]]
-    assert not there[0]
-
-
-@pytest.mark.parametrize("recompute", first_of(["stage", "full", "stage+full", "none"]))
-def test_the_device_holds_nothing_of_a_slice_that_waits(recompute: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "recompute"),
+    first_of(
+        [("llama", "stage"), ("mamba", "stage"), ("llama", "full"), ("llama", "stage+full"), ("llama", "none")], 2
+    ),
+)
+def test_the_device_holds_nothing_of_a_slice_that_waits(name: str, recompute: str) -> None:
     """Of each token its position, its label, and of each slice the sums by which its recomputation is checked."""
     peaks = []
     for num_slices in (8, 16):
         ids = tokens(batch=1, length=64 * num_slices)
         config = llama(num_hidden_layers=2, max_position_embeddings=ids.shape[1])
         pipe = make_pipe(
-            build(config).float(), slices=num_slices, context="host", offload=1.0, recompute=recompute, self_check=False
+            build(HYBRIDS.get(name, config)).float(),
+            slices=num_slices,
+            context="host",
+            offload=1.0,
+            recompute=recompute,
+            self_check=False,
         )
         with memory_meter(torch.device("cpu"), tensors_alive()) as memory:
             before = memory.num_bytes
