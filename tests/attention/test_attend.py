@@ -330,3 +330,15 @@ def test_mixed_dtypes_are_refused() -> None:
     tensors = [torch.zeros(1, 2, 8, 4, dtype=dtype) for dtype in (torch.float32, torch.float32, torch.float64)]
     with pytest.raises(SlipstreamError, match="give one dtype"):
         attend(*tensors, AttentionSite(ContextStore(8), 0, KeyRanges.causal(0, 8), scale=1.0))
+
+
+def test_blocks_on_the_host_draw_different_dropout() -> None:
+    """Four keys alike in each of two blocks, whose values tell from which block they are."""
+    store = ContextStore(12, context_on_host(torch.device("cpu")))
+    for start in (0, 4, 8):
+        query = key = torch.zeros(1, 2, 4, 8)
+        value = torch.zeros(1, 2, 4, 8)
+        value[..., start // 4] = 1
+        site = AttentionSite(store, 0, KeyRanges.causal(start, start + 4), 1.0, dropout=0.5, seed=PlaceSeed(1))
+        output = attend(query, key, value, site)
+    assert not torch.equal(output[..., 0], output[..., 1])
