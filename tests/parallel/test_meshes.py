@@ -63,7 +63,7 @@ AT_ONCE |= {
 }
 DATA = {"sums_are_those_of_one_process", "reductions_run_beside_the_pipeline", "tied_weights_are_delivered_whole"}
 DATA |= {"calls_and_bytes_are_those_of_the_formulas", "three_steps_of_adamw", "all_ranks_skip_the_same_step"}
-DATA |= {"masters_on_the_host_to_the_bit"}
+DATA |= {"masters_on_the_host_to_the_bit", "rows_that_ranks_of_one_process_share_are_complete"}
 MESH = {"auto", "planned_halves", "every_model_mesh_and_kind_of_rows", "optimizer_on_the_host"}
 CONTEXT = {
     "heads, llama, tied",

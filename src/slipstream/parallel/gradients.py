@@ -196,8 +196,8 @@ class GradientReduction:
         """Collective.
 
         Args:
-            stages: the parameters in which each of this rank's stages leaves gradients, under the model's names. One
-                that two stages hold is reduced with the first of them, whose backward ends last.
+            stages: the parameters in which each of this process's stages leaves gradients, under the model's names. One
+                that several hold, as ranks of one process may, is reduced by `finish`, once all of them have ended.
             copies_of: returns the ranks that hold a parameter and see other tokens.
             tensor: the ranks that share every layer.
             added_over: returns the tensor ranks over which a parameter's gradients are summed first; () for none.
@@ -205,14 +205,12 @@ class GradientReduction:
             whole: names whose gradients `finish` leaves in `.grad`, of this step alone and with all rows, until
                 `deliver` replaces them: tied weights, whose two gradients must be added first.
         """
-        self._stages = _each_once(stages)
-        holders = Counter(id(parameter) for named in stages.values() for _, parameter in named)
-        self._held_once = {key for key, number in holders.items() if number == 1}
+        self._stages, self._shared = _by_stage(stages)
         self._masters = masters
         self._whole = frozenset(whole)
         self._copies = {name: copies_of(name) for named in stages.values() for name, _ in named}
         self._sharing = [group for group in dict.fromkeys(self._copies.values()) if group.size > 1]
-        self._named = [named for parameters in self._stages.values() for named in parameters]
+        self._named = [named for parameters in (*self._stages.values(), self._shared) for named in parameters]
         self._added_over = {name: ranks for name in sorted(dict(self._named)) if (ranks := added_over(name))}
         self._groups = {ranks: _subgroup(tensor, ranks) for ranks in sorted({*self._added_over.values()})}
         for _, parameter in self._named:
@@ -258,9 +256,11 @@ class GradientReduction:
     @torch.no_grad()
     def reduce(self, stage: int) -> None:
         """Starts the reduction of a stage's gradients, after its last backward in this step. Collective."""
-        plan = self._plans[stage]
         self._missing.discard(stage)
-        for name, parameter in self._stages[stage]:
+        self._start(self._stages[stage], self._plans[stage])
+
+    def _start(self, parameters: Sequence[NamedParameter], plan: _StageCollectives) -> None:
+        for name, parameter in parameters:
             if self._copies[name].size > 1 and parameter.grad is not None and parameter.grad.is_sparse:
                 # The rows of a sparse gradient differ between replicas.
                 parameter.grad = parameter.grad.to_dense()
@@ -270,7 +270,7 @@ class GradientReduction:
         started = [PendingReduction.sum(bucket, group) for group, bucket in plan.summed]
         started += [PendingReduction.scatter(bucket, group) for group, bucket in plan.scattered]
         if self._masters.host is not None:
-            started = self._take_out(self._stages[stage], started, self._masters.host)
+            started = self._take_out(parameters, started, self._masters.host)
         self._started += started
 
     @torch.no_grad()
@@ -282,6 +282,8 @@ class GradientReduction:
         """
         if self._missing:
             raise RuntimeError(f"the gradients of stages {sorted(self._missing)} were not reduced in this step")
+        if self._shared:
+            self._start(self._shared, self._plan(self._shared))
         self._scale *= divisor
         host = self._masters.host
         for name, parameter, gradient in self._reduced() if host is None else self._on_host(host):
@@ -312,12 +314,10 @@ class GradientReduction:
     def _take_out(
         self, parameters: Sequence[NamedParameter], started: Sequence[PendingReduction], host: HostLink
     ) -> list[PendingReduction]:
-        """Starts to copy a stage's gradients to the host: those that are complete, and those that will be without this
-        thread. Returns the other reductions. To a parameter of several stages, which ranks of one process may run, more
-        may be added."""
+        """Starts to copy gradients to the host: those that are complete, and those that will be without this thread.
+        Returns the other reductions."""
         for name, parameter in parameters:
-            is_complete = self._copies[name].size == 1 and id(parameter) in self._held_once and name not in self._whole
-            if is_complete and parameter.grad is not None:
+            if self._copies[name].size == 1 and name not in self._whole and parameter.grad is not None:
                 self._taken.append((name, parameter, host.take(name, parameter.grad)))
                 parameter.grad = None
         with host.beside():
@@ -375,13 +375,20 @@ class GradientReduction:
                 yield name, parameter
 
 
-def _each_once(stages: Mapping[int, Sequence[NamedParameter]]) -> dict[int, Bucket]:
-    seen: set[int] = set()
-    once: dict[int, Bucket] = {}
-    for stage in sorted(stages):
-        once[stage] = [(name, parameter) for name, parameter in stages[stage] if id(parameter) not in seen]
-        seen |= {id(parameter) for _, parameter in once[stage]}
-    return once
+def _by_stage(stages: Mapping[int, Sequence[NamedParameter]]) -> tuple[dict[int, Bucket], Bucket]:
+    """Returns the parameters that one stage alone holds, by stage, and those of several, each once."""
+    holders = Counter(id(parameter) for named in stages.values() for _, parameter in named)
+    own = {
+        stage: [(name, parameter) for name, parameter in stages[stage] if holders[id(parameter)] == 1]
+        for stage in sorted(stages)
+    }
+    shared = {
+        id(parameter): (name, parameter)
+        for stage in sorted(stages)
+        for name, parameter in stages[stage]
+        if holders[id(parameter)] > 1
+    }
+    return own, [*shared.values()]
 
 
 def _subgroup(tensor: RankGroup, ranks: tuple[int, ...]) -> RankGroup:

@@ -349,6 +349,27 @@ def masters_on_the_host_to_the_bit() -> None:
         assert all(torch.equal(tensor, trained[1][name]) for name, tensor in trained[0].items()), (dtype, shard)
 
 
+@no_rounding_inside()
+def rows_that_ranks_of_one_process_share_are_complete() -> None:
+    """Both ranks of a pipeline in this process compute with the rows of a spread head, and add to their gradients."""
+    data = world()
+    inputs, labels = batch(0, data.size)
+    mine = slice(ROWS * data.rank, ROWS * (data.rank + 1))
+    for name, shard in (("llama, tied", "none"), ("llama, tied", "optimizer"), ("llama", "none")):
+        whole = build(ARCHITECTURES[name], seed=3)
+        unsplit_step(whole, inputs, labels)
+        wanted = gradients(whole)
+        for place in ("device", "host"):
+            settings = {"slices": 2, "num_ranks": 2, "vocabulary": "spread", "shard": shard, "optimizer": place}
+            pipe = make_pipe(build(ARCHITECTURES[name], seed=3), mesh=make_mesh(1, data.size, 1), **settings)
+            pipe.step(inputs[mine], labels[mine])
+            for piece in pipe.parameter_shards():
+                gradient = piece.parameter.grad
+                assert gradient is not None
+                rows = wanted[piece.name][piece.first_row :][: len(gradient)]
+                assert gradient_error({"": rows}, {"": gradient}) < BOUND, (name, shard, place, piece.name)
+
+
 class Short(nn.Module):
     """Parameters of fewer rows than replicas, of rows that do not divide, of none, and of two dtypes."""
 
@@ -436,6 +457,7 @@ CASES = by_name(
     slices_are_added_in_float32,
     masters_keep_small_updates,
     masters_on_the_host_to_the_bit,
+    rows_that_ranks_of_one_process_share_are_complete,
     short_parameters_are_on_some_replicas,
     all_ranks_skip_the_same_step,
 )
