@@ -74,7 +74,7 @@ CONTEXT = {
     "values",
     "refused",
 }
-CONTEXT |= {"pp2 cp2, heads, gpt_oss", "values"}
+CONTEXT |= {"pp2 cp2, heads, gpt_oss", "values", "on the host, keys, gpt_oss"}
 # `make test-more` has each of these with the other exchange.
 OTHER_EXCHANGE = {f"{kind}, {title}" for kind, (title, *_) in zip(cycle(context.KINDS), context.PER_KIND, strict=False)}
 # Others have what these have: a plan, split backwards, sharded states, sequences, experts.

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from itertools import product
+from itertools import cycle, product
 from math import lcm
 from typing import Any
 from unittest.mock import patch
@@ -450,6 +450,7 @@ TWO: dict[str, Callable[[], object]] = {
 }
 PIPELINE, REPLICAS = FOUR["pp2 cp2"], FOUR["dp2 cp2"]
 LONGER = "mistral, window of 7"  # of four layers
+ON_HOST = ["gpt_oss", "llama", "gemma2", "gemma3", "mixtral", "keys wider than values", "llama4_text", LONGER]
 MESHES: dict[str, Callable[[], object]] = {
     f"{mesh}, {kind}, {name}": partial(rows, name, FOUR[mesh], context_exchange=kind)
     for mesh, kind, name in product(FOUR, KINDS, MODELS)
@@ -472,6 +473,16 @@ MESHES: dict[str, Callable[[], object]] = {
     "sequences, cp4": partial(sequences, "phi3", {"cp": 4}),
     "qwen3_moe": partial(rows, "qwen3_moe", PIPELINE),
     "llama4": partial(rows, "llama4_text", PIPELINE),
+}
+MESHES |= {
+    f"on the host, {kind}, {name}": partial(rows, name, PIPELINE, context_exchange=kind, context="host")
+    for name, kind in zip(ON_HOST, cycle(reversed(KINDS)), strict=False)
+} | {
+    "on the host, replicas": partial(rows, "gpt_oss", {"pp": 2, "dp": 2}, context="host", recompute="stage"),
+    "on the host, documents": partial(
+        documents, "gemma3", PIPELINE, num_microbatches=2, context="host", context_exchange="keys"
+    ),
+    "on the host, sequences": partial(sequences, "llama, tied", PIPELINE, context="host", context_gradients="model"),
 }
 OTHERS = by_name(
     *(
