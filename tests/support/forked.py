@@ -195,6 +195,7 @@ def _stand(script: Path, arguments: list[str], place: dict[str, str], words: soc
 def _run_as_main(script: Path, arguments: list[str], place: dict[str, str]) -> None:
     os.environ.clear()  # the server may have begun in a test that had set something
     os.environ.update(place)
+    tempfile.tempdir = None  # TMPDIR may be another one
     sys.argv = [str(script), *arguments]
     sys.path[:0] = [str(script.parent), str(TESTS), str(ROOT)]
     runpy.run_path(str(script), run_name="__main__")

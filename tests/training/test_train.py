@@ -363,6 +363,38 @@ def test_a_full_disk_does_not_end_the_training(config: Path, output: RunFolder) 
     assert not list(output.path.glob("model*"))
 
 
+ON_HOST = ["--pp=1", "--memory.context=host", "--training.eval_every=0", "--training.export_every=0"]
+
+
+@pytest.mark.more
+def test_a_run_that_is_killed_with_its_context_on_the_host_goes_on(
+    config: Path, output: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a backward, with files in the temporary folder, of which none is left."""
+    files = tmp_path / "files"
+    files.mkdir()
+    monkeypatch.setenv("TMPDIR", str(files))
+    settings = [*ON_HOST, "--training.steps=5", "--checkpoint.every=1", "--checkpoint.resume=latest"]
+    moment = ["0", "slipstream.attention.store", "ContextStore.finish", "40"]
+    killed = launch(1, WORKERS / "training/killed_at.py", *moment, "train", str(config), *settings)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    before = numbers_of(output)
+    assert before
+    assert not list(files.iterdir())
+    resumed = train(1, config, *settings)
+    assert resumed.returncode == 0, resumed.stderr
+    assert before < numbers_of(output) == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.more
+def test_a_context_for_which_the_disk_has_no_room_is_named(config: Path) -> None:
+    settings = [*ON_HOST, "--training.batch_size=4", "--pipeline.slices=1", "--pipeline.num_microbatches=1"]
+    result = launch(1, WORKERS / "training/small_disk.py", "full", "train", str(config), *settings)
+    assert result.returncode == 2, result.stderr
+    said = result.stderr.splitlines()[-1]
+    assert re.match(r"error: memory.context=host: .* \(File too large\)\. Set TMPDIR", said)
+
+
 # The command where /dev/shm is small and full.
 SMALL_SHARED_MEMORY = """
 import ctypes, subprocess, sys

@@ -4,24 +4,46 @@ from __future__ import annotations
 
 import errno
 import os
+import random
+import resource
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import BloomConfig
+from transformers import DeepseekV3Config, PretrainedConfig
 
 from slipstream import SlipstreamError
 from slipstream.profile.stage_bench import memory_meter, tensors_alive
-from support.architectures import ARCHITECTURES, VOCABULARY, build, llama, tokens
-from support.exact_steps import documents_error, exact_pipe
-from support.hybrids import HYBRIDS
+from support.architectures import ARCHITECTURES, BOUND, build, llama, tokens
+from support.exact_steps import documents_error, exact_pipe, sequences_error
+from support.forked import ForkedProgram
+from support.hybrids import HYBRIDS, SIZES
 from support.live_memory import LiveMemory
 from support.observers import BeforeEach
 from support.parameters import first_of
+from support.paths import WORKERS
 from support.pipelines import make_pipe
+from support.timeouts import wait_until
+from support.unusual_layers import CROSSING, OWN_ATTENTION
 
 CUT: dict[str, Any] = {"slices": [5, 30, 17, 12], "num_microbatches": 2, "context": "host"}
+
+
+LATENT = DeepseekV3Config(
+    **SIZES | {"num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 2},
+    q_lora_rank=None,
+    kv_lora_rank=8,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=4,
+    v_head_dim=6,
+    first_k_dense_replace=2,
+)
+MODELS: dict[str, PretrainedConfig] = {**ARCHITECTURES, **HYBRIDS, **CROSSING, "deepseek_v3": LATENT}
 
 
 @pytest.mark.parametrize(
@@ -35,18 +57,45 @@ CUT: dict[str, Any] = {"slices": [5, 30, 17, 12], "num_microbatches": 2, "contex
             ("llama, tied", {"schedule": "1f1b", "offload": 1.0, "recompute": "selective"}),
             ("mixtral", {"schedule": "zb-v", "stages_per_rank": 2}),
             ("mamba", {"schedule": "1f1b", "recompute": "stage+full"}),  # states that layers carry
-            ("qwen3", {"schedule": "1f1b", "num_flushes": 2}),
+            ("qwen3", {"schedule": "1f1b", "num_flushes": 2}),  # grouped heads
+            ("mistral, window of 7", {"schedule": "zb-h1", "recompute": "stage+full"}),
+            ("gemma3", {"schedule": "1f1b"}),  # a rope for each kind of layer
+            ("phi3, longrope", {"schedule": "gpipe", "recompute": "stage"}),  # a rope by length
+            ("deepseek_v3", {"schedule": "1f1b"}),  # latent attention, whose keys are wider than its values
+            ("kimi_linear", {"schedule": "1f1b", "recompute": "stage"}),  # latent attention beside delta rules
+            ("qwen3_next", {"schedule": "1f1b"}),  # a hybrid
+            ("gemma3n_text", {"schedule": "1f1b"}),  # keys and values of another layer
         ],
         3,
     ),
 )
 def test_gradients_are_those_of_the_unsplit_model(name: str, settings: dict[str, Any]) -> None:
-    exact_pipe(build((ARCHITECTURES | HYBRIDS)[name]), tokens(batch=4), **CUT | settings)
+    """On one rank and on two."""
+    for num_ranks in (1, 2):
+        if num_ranks == 2 or "stages_per_rank" not in settings:
+            exact_pipe(build(MODELS[name]), tokens(batch=4), **CUT | settings, num_ranks=num_ranks)
 
 
-def test_documents_attend_to_their_own_keys() -> None:
-    inputs = tokens(batch=2)
-    assert documents_error(build(llama()), inputs, [(20, 44), (7, 33, 24)], slices=6, context="host") < 1e-10
+SOME = ["gpt_oss", "llama", "gemma2", "llama4_text", "gemma3", "mixtral", "deepseek_v3", "qwen3_next"]
+
+
+@pytest.mark.parametrize("name", first_of(SOME))
+def test_documents_attend_to_their_own_keys(name: str) -> None:
+    """Packed into rows, and as sequences of different lengths."""
+    lengths = [(20, 44), (7, 33, 24)]
+    assert documents_error(build(MODELS[name]), tokens(batch=2), lengths, slices=6, context="host") < BOUND
+    settings: dict[str, Any] = {"slices": 3, "num_microbatches": 2, "context": "host"}
+    assert sequences_error(build(MODELS[name]), (50, 7, 33, 2, 18), **settings) < BOUND
+
+
+@pytest.mark.parametrize("seed", first_of(range(8)))
+def test_slices_may_be_cut_anywhere(seed: int) -> None:
+    dice = random.Random(seed)
+    for name in dice.sample(SOME[:6], 2):
+        ends = sorted(dice.sample(range(1, 64), dice.randint(1, 9)))
+        slices = [after - before for before, after in pairwise([0, *ends, 64])]
+        settings = {"slices": slices, "context": "host", "recompute": dice.choice(["none", "stage", "full"])}
+        exact_pipe(build(ARCHITECTURES[name]), tokens(batch=2), num_microbatches=dice.randint(1, 2), **settings)
 
 
 def test_the_device_holds_no_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,10 +149,13 @@ def test_the_device_holds_nothing_of_a_slice_that_waits(name: str, recompute: st
     assert peaks[1] - peaks[0] < (8 + 8 + 2) * 8 * 64
 
 
-def test_a_model_that_reads_all_keys_is_refused() -> None:
-    model = BloomConfig(vocab_size=VOCABULARY, hidden_size=16, n_layer=2, n_head=2)
-    with pytest.raises(SlipstreamError, match=r"memory.context='host': model_type 'bloom' .* memory.context='device'"):
-        make_pipe(model, slices=2, context="host")
+@pytest.mark.parametrize("name", OWN_ATTENTION)
+def test_a_model_that_reads_all_keys_is_refused(name: str) -> None:
+    """ALiBi among them, as models have it."""
+    config = OWN_ATTENTION[name]
+    kind = config.model_type
+    with pytest.raises(SlipstreamError, match=f"memory.context='host': model_type '{kind}' .* memory.context='device'"):
+        make_pipe(config, slices=2, context="host")
 
 
 CONTEXT, OFFLOAD = {"context": "host"}, {"offload": 1.0}
@@ -135,6 +187,65 @@ def test_a_host_without_room_is_named(
         with pytest.raises(SlipstreamError, match=problem):
             pipe.step(inputs, inputs)
     assert torch.isfinite(pipe.step(inputs, inputs))
+
+
+@contextmanager
+def small_files(num_bytes: int) -> Iterator[None]:
+    """No file of this process grows beyond so many bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_files_that_may_not_grow_are_named() -> None:
+    """The step is lost, and the next one isn't."""
+    pipe = make_pipe(build(llama()), slices=2, context="host")
+    with small_files(1024), pytest.raises(SlipstreamError, match=r"kB more keys .* \(File too large\). Set TMPDIR"):
+        pipe.step(tokens(), tokens())
+    for parameter in pipe.parameters():
+        parameter.grad = None
+    loss = pipe.step(tokens(), tokens())
+    assert abs(loss - make_pipe(build(llama()), slices=2).step(tokens(), tokens())) < BOUND
+
+
+def test_files_are_their_owners_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes = set[int]()
+    allocate = os.posix_fallocate
+
+    def noting(number: int, start: int, size: int) -> None:
+        modes.add(os.fstat(number).st_mode & 0o777)
+        allocate(number, start, size)
+
+    monkeypatch.setattr(os, "posix_fallocate", noting)
+    mask = os.umask(0)
+    try:
+        make_pipe(build(llama()), slices=2, context="host").step(tokens(), tokens())
+    finally:
+        os.umask(mask)
+    assert modes == {0o600}
+
+
+def test_a_killed_process_leaves_no_file_and_disturbs_no_other(tmp_path: Path) -> None:
+    files, folders = tmp_path / "files", [tmp_path / name for name in ("killed", "other")]
+    for folder in (files, *folders):
+        folder.mkdir()
+    worker = WORKERS / "pipeline/context_on_host.py"
+    killed = ForkedProgram(folders[0], worker, files, "1000000")
+    other = ForkedProgram(folders[1], worker, files, "3")
+    try:
+        mapped = Path(f"/proc/{killed.pid}/maps")
+        wait_until(lambda: f" {files}/" in mapped.read_text(), "it maps no file")
+    finally:
+        killed.send_signal(signal.SIGKILL)
+    killed.communicate()
+    out, errors = other.communicate()
+    assert other.returncode == 0, errors
+    expected = make_pipe(build(llama()), slices=8).step(tokens(), tokens())
+    assert float(out) == pytest.approx(float(expected), rel=BOUND)
+    assert not os.listdir(files)
 
 
 @pytest.mark.gpu
