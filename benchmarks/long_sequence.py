@@ -10,7 +10,8 @@ Slipstream with `recompute: stage` and slices of 1,024 tokens, with its keys and
 What a process holds is RssAnon + RssShmem, sampled every 50 ms from outside; pages of files on a disk, which the system
 writes back where memory is scarce, are in neither. A row's bytes are the peak of the step less the peak before it. A
 contender that reaches 24 GiB, or nearly all that the machine has left, is ended, and takes part in no longer sequence.
-The allocator is as glibc has it, and not as `slipstream train` sets it, which keeps what was freed.
+The allocator is as the environment has it, which the record names: by default as in a user's own Python, without what
+`slipstream train` sets for its ranks, which keep what was freed.
 
 Seconds are those of the first step. At 32,768 tokens both ways of Slipstream take turns after that.
 """
@@ -262,9 +263,7 @@ def main() -> None:
         )
     sizes = TOY if is_trial() else FULL
     limit = min(MOST_BYTES, MOST_SHARE * available_bytes())
-    more = setting(
-        repeats=options.repeats, slice=sizes.slice, limit_bytes=round(limit), files=files, allocator="as glibc has it"
-    )
+    more = setting(repeats=options.repeats, slice=sizes.slice, limit_bytes=round(limit), files=files)
     more["threads_per_process"] = 1
 
     def keep(rows: list[Row]) -> None:
