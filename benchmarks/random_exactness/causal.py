@@ -436,8 +436,11 @@ class CausalCase:
         if self.loss_fn is not causal_cross_entropy:
             settings["loss_fn"] = self.loss_fn
         if is_reference:
-            for name in ("partition", "stages_per_rank", "vocabulary", "memory"):
+            for name in ("partition", "stages_per_rank", "vocabulary"):
                 settings.pop(name, None)
+            # Attention dropout draws by the block of keys, so where these lie stays.
+            memory = settings.pop("memory", {})
+            settings["memory"] = {name: memory[name] for name in memory if name == "context"}
             return Pipeline(model, **cuts.grouped(settings | {"schedule": "gpipe", "num_ranks": 1}))
         place = self.place
         if not place.has_processes:
