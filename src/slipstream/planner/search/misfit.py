@@ -101,7 +101,7 @@ def smallest_plans(space: PlanSpace) -> list[Plan]:
     saving: dict[str, Any] = {
         "recompute": space.source.recomputations[-1:],
         "microbatch_size": (min(space.source.microbatch_sizes or (1,)),),
-        "num_slices": (1, 8) if slices else None,
+        "num_slices": tuple(dict.fromkeys((1, 8, space.choices.finest))) if slices else None,
         "slicing": ("equal-time",),
     }
     unsaid = {choice: values for choice, values in saving.items() if choice not in space.options.allowed}

@@ -19,6 +19,8 @@ from slipstream.schedule import Op
 
 _COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 _COUNTS_OF_ONE = (1, 2, 4, 8, 16, 32)  # on a single rank, where slices save memory alone
+_COUNTS_OF_LONG = (64, 128, 256, 512)  # of sequences whose slices then still have as many tokens as these:
+_LONG_SLICE = 2048
 _SHORTEST = 128  # tokens of a slice; the described devices have no times for shorter ones
 _MULTIPLE = 64  # tokens; slices of so many suit matrix products
 _FEWEST_CUTS, _MOST_CUTS = 64, 256  # places where an exact slicing may cut
@@ -52,10 +54,17 @@ class SliceChoices:
     def counts(self, pipeline: int, num_parts: int = 1) -> list[int]:
         """Returns the numbers of slices that take equal time, each of whose `num_parts` parts is long enough."""
         most = self.seq_len // (num_parts * self.least_tokens)
-        counts = self.options.values("num_slices", _COUNTS if pipeline > 1 else _COUNTS_OF_ONE)
+        usual = _COUNTS if pipeline > 1 else _COUNTS_OF_ONE
+        more = (n for n in _COUNTS_OF_LONG if n > usual[-1] and self.seq_len // n >= _LONG_SLICE)
+        counts = self.options.values("num_slices", (*usual, *more))
         fewest = self.known.counts(self.seq_len)[0]
         possible = [n for n in counts if fewest <= n <= most]
         return possible if possible or "num_slices" in self.options.allowed else [fewest]
+
+    @property
+    def finest(self) -> int:
+        """The slices of a sequence for little memory: at least 8, and more where they are long."""
+        return max(n for n in (8, 16, 32, *_COUNTS_OF_LONG) if n == 8 or self.seq_len // n >= _LONG_SLICE)
 
     @property
     def least_tokens(self) -> int:
