@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from slipstream.train.config.overrides import set_override
 from slipstream.train.config.rules import check_is_ours
 from slipstream.train.config.run_config import Config
 from slipstream.train.config.this_machine import fill_in_for_this_machine
-from slipstream.train.run_folder import RunFolder
 
 
 class _TwiceError(Exception):
@@ -48,7 +46,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """
     try:
         text = read_text(path)
-        values = tomllib.loads(text) if path.suffix == ".toml" else parse_yaml(text, _Loader)
+        values = _parse_toml(text) if path.suffix == ".toml" else parse_yaml(text, _Loader)
     except _TwiceError as error:
         raise SlipstreamError(f"{path}: {error}") from None
     except IsADirectoryError:
@@ -71,8 +69,16 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     return parse_config(values)
 
 
+def _parse_toml(text: str) -> dict[str, Any]:
+    import tomllib
+
+    return tomllib.loads(text)
+
+
 def _folder_hint(folder: Path) -> str:
     """Returns what to type in place of a folder: its configuration where it is a run's, or else how to write one."""
+    from slipstream.train.run_folder import RunFolder
+
     run = RunFolder(folder)
     if run.config.is_file():
         return f"the one of the run in it is {run.config}"

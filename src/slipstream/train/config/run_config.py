@@ -31,10 +31,10 @@ from slipstream.train.config.rules import (
     named_schedule,
 )
 from slipstream.train.config.sections import LoraSection, OptimizerSection
-from slipstream.train.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from slipstream.planner.ragged import StageRates
+    from slipstream.train.run_folder import RunFolder
 
 _LEAST_MEMORY = 10_000  # bytes; a smaller number was meant as megabytes or gigabytes
 # Of a section and of a Pipeline
@@ -209,6 +209,8 @@ class Config(Record):
     @property
     def folder(self) -> RunFolder:
         """The folder of the run."""
+        from slipstream.train.run_folder import RunFolder
+
         return RunFolder(self.training.output)
 
     def exports(self, model: Path) -> dict[Path, bool]:
