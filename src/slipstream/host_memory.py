@@ -11,9 +11,11 @@ scarce, and deletes them when their tensors or the process end, however that hap
 
 from __future__ import annotations
 
+import ctypes
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from errno import EDQUOT, EFBIG, EMFILE, ENFILE, ENOMEM, ENOSPC
 from typing import NamedTuple, Protocol
 
@@ -76,6 +78,20 @@ class HostMemory(Protocol):
 def host_memory(device: torch.device, tenant: Tenant) -> HostMemory:
     """Returns the host's memory for tensors of a device."""
     return PinnedMemory(device, tenant) if device.type == "cuda" else FileMemory(tenant)
+
+
+def return_freed_memory() -> None:
+    """Has glibc return the memory of tensors to the system once they are freed, for as long as the process runs.
+
+    It would keep the memory for later tensors, in pieces that these don't always fit, so that a process would grow with
+    the number of slices. Other C libraries are left as they are.
+    """
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, _SMALL)
+
+
+_MMAP_THRESHOLD = -3  # mallopt's name of the size from which memory is mapped, and unmapped once it is freed
+_SMALL = 128 * 1024  # bytes
 
 
 class FileMemory:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from slipstream.attention.masks import KeyRanges
-from slipstream.host_memory import HostMemory, HostTensors, Tenant, host_memory
+from slipstream.host_memory import HostMemory, HostTensors, Tenant, host_memory, return_freed_memory
 
 
 class KeyBlock(NamedTuple):
@@ -30,7 +30,10 @@ class KeyBlock(NamedTuple):
 
 
 def context_on_host(device: torch.device) -> HostMemory:
-    """Returns the host's memory for keys and values of a model on a device."""
+    """Returns the host's memory for keys and values of a model on a device. On CPUs freed memory is returned to the
+    system from then on, as what is saved would else stay with the process."""
+    if device.type == "cpu":
+        return_freed_memory()
     return host_memory(device, Tenant("memory.context=host", "keys, values and states", "shorten the sequence"))
 
 
