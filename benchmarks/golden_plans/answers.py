@@ -60,7 +60,14 @@ def answer(request: Request) -> Answer:
     try:
         return makers[request["kind"]](request)
     except SlipstreamError as error:
-        return {"error": str(error)}
+        return {"error": _without_news(str(error))}
+
+
+def _without_news(error: str) -> str:
+    """Returns a message without what requests ask for since the plans were kept."""
+    for choice, value in _SINCE.items():
+        error = error.replace(f", {choice}={value}", "")
+    return error
 
 
 def _digest(schedule: Schedule) -> str:
@@ -93,7 +100,7 @@ def _counted(request: Request) -> Answer:
 
 def _measured(request: Request) -> Answer:
     source = ProfileSource(_profile(request["profile"]), request["num_ranks"])
-    options = PlanOptions(**_SINCE | request["options"])
+    options = PlanOptions(**request["options"])
     return _of_plan(find_plan(ClusterProblem(source, request["seq_len"], request["global_batch"], options=options)))
 
 

@@ -75,7 +75,8 @@ def _finish(total: Tensor, gradient: Tensor) -> Tensor:
 
 
 def _summed(gradient: Tensor, total: Tensor) -> Tensor:
-    return gradient if len(gradient) == len(total) else gradient.sum(0, keepdim=True, dtype=torch.float32)
+    wide = torch.promote_types(total.dtype, torch.float32)
+    return gradient if len(gradient) == len(total) else gradient.sum(0, keepdim=True, dtype=wide)
 
 
 class _Passes(NamedTuple):
