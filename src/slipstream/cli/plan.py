@@ -47,6 +47,9 @@ def plan(
     num_nodes: Annotated[
         int | None, count("Nodes of the cluster. Default: one of a named cluster, of a file as many as it says.")
     ] = None,
+    devices_per_node: Annotated[
+        int | None, count("Devices of a node, such as 1. Default: as many as the cluster has.")
+    ] = None,
     num_ranks: Annotated[int | None, count("With a profile: ranks of the pipeline. Default: the profile's.")] = None,
     dtype: Annotated[
         str | None, Option(help="The dtype in which the model computes. Default: bfloat16, or the profiled one.")
@@ -94,6 +97,7 @@ def plan(
     settings: dict[str, Any] = {
         "global_batch": global_batch,
         "num_nodes": num_nodes,
+        "devices_per_node": devices_per_node,
         "num_ranks": num_ranks,
         "dtype": dtype,
         "fused": fused,
@@ -118,17 +122,17 @@ def plan(
     print(f"wrote {output}" + (f" and {report}" if report is not None else ""))
     steps = 10 if tokens is None else num_steps(best_plan, tokens)
     typed = f"train {output} --data.files=[TEXT.txt] --training.output=runs/x --training.steps={steps}"
-    print(f"to train{_launcher(best_plan, cluster)} {typed}")
+    print(f"to train{_launcher(best_plan, cluster, devices_per_node)} {typed}")
 
 
-def _launcher(plan: PlanReport, cluster: str | None) -> str:
+def _launcher(plan: PlanReport, cluster: str | None, devices_per_node: int | None) -> str:
     """Returns the words between "to train" and the command's arguments, for one machine or several."""
     nodes = 1
     # A profile's processes are on one machine.
     if cluster is not None and not cluster.endswith(".json"):
         from slipstream.cost import load_cluster
 
-        nodes = plan.num_devices // load_cluster(cluster).devices_per_node
+        nodes = plan.num_devices // (devices_per_node or load_cluster(cluster).devices_per_node)
     if nodes == 1:
         return ": slipstream"
     torchrun = f"torchrun --nnodes={nodes} --nproc-per-node={plan.num_devices // nodes} --rdzv-backend=c10d"

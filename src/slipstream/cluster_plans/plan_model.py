@@ -55,6 +55,7 @@ def plan(
     global_batch: int,
     dtype: str | None = None,
     num_nodes: int | None = None,
+    devices_per_node: int | None = None,
     num_ranks: int | None = None,
     freeze: Sequence[str] = (),
     lora: Any = None,
@@ -75,6 +76,7 @@ def plan(
         global_batch: sequences of a step, on all devices together.
         dtype: the dtype in which the model computes. Default: bfloat16, or with a profile the dtype that was profiled.
         num_nodes: nodes of the cluster. Default: one of a named cluster; of a file or a Cluster as many as it says.
+        devices_per_node: devices of each node. Default: as many as the cluster has.
         num_ranks: with a profile, the ranks of the pipeline. Default: as many processes as were profiled.
         freeze: patterns of names of parameters that aren't trained. Default: `model.freeze` of a training
             configuration.
@@ -99,6 +101,7 @@ def plan(
         seq_len=seq_len,
         dtype=dtype,
         num_nodes=num_nodes,
+        devices_per_node=devices_per_node,
         num_ranks=num_ranks,
         tensor_parallel=allowed.allowed.get("tensor_parallel"),
         freeze=freeze,
@@ -119,6 +122,7 @@ def choose_costs(
     seq_len: int,
     dtype: str | None = None,
     num_nodes: int | None = None,
+    devices_per_node: int | None = None,
     num_ranks: int | None = None,
     tensor_parallel: Collection[int] | None = None,
     freeze: Sequence[str] = (),
@@ -148,6 +152,8 @@ def choose_costs(
             "fused with measured costs, which hold only for what was measured. Name a cluster such as h100-dgx, or "
             "leave fused out."
         )
+    if devices_per_node is not None and not _is_counted_on(cluster):
+        raise SlipstreamError(f"devices_per_node={devices_per_node} is for a cluster; with a profile give num_ranks.")
     if cluster is None:
         if isinstance(model, ModelCount):
             raise SlipstreamError("a counted model needs a cluster, such as h100-dgx.")
@@ -159,7 +165,20 @@ def choose_costs(
     if num_ranks is not None:
         raise SlipstreamError(f"num_ranks={num_ranks} is for a profile; a cluster has nodes: give num_nodes.")
     assert cluster is not None
-    return _counted_source(model, cluster, seq_len, dtype, num_nodes, freeze, lora, lora_base_precision, fused)
+    described = _described(cluster, num_nodes, devices_per_node)
+    return _counted_source(model, described, seq_len, dtype, freeze, lora, lora_base_precision, fused)
+
+
+def _described(cluster: str | Path | Cluster, num_nodes: int | None, devices_per_node: int | None) -> Cluster:
+    """Returns a cluster with so many nodes and devices in each; a shipped one has one node where nobody says more."""
+    described = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
+    if num_nodes is None and cluster in SHIPPED:
+        num_nodes = 1
+    if num_nodes is not None:
+        described = described.with_nodes(check_count("num_nodes", num_nodes))
+    if devices_per_node is not None:
+        described = described.with_devices(check_count("devices_per_node", devices_per_node))
+    return described
 
 
 def _is_counted_on(cluster: str | Path | Cluster | None) -> bool:
@@ -202,20 +221,14 @@ def _profile_source(
 
 def _counted_source(
     model: DescribedModel | ModelCount,
-    cluster: str | Path | Cluster,
+    described: Cluster,
     seq_len: int,
     dtype: str | None,
-    num_nodes: int | None,
     freeze: Sequence[str],
     lora: Any,
     lora_base_precision: BasePrecision,
     fused: bool,
 ) -> CountedSource:
-    described = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
-    if num_nodes is None and cluster in SHIPPED:
-        num_nodes = 1
-    if num_nodes is not None:
-        described = described.with_nodes(check_count("num_nodes", num_nodes))
     if isinstance(model, ModelCount):
         if freeze or lora is not None or lora_base_precision != "full":
             raise SlipstreamError(

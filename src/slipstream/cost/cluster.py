@@ -226,6 +226,10 @@ class Cluster:
         """Returns the cluster with another number of nodes."""
         return replace(self, num_nodes=num_nodes)
 
+    def with_devices(self, devices_per_node: int) -> Cluster:
+        """Returns the cluster with another number of devices in each node."""
+        return replace(self, devices_per_node=devices_per_node)
+
 
 def load_cluster(source: str | Path) -> Cluster:
     """Returns a shipped cluster by its name, or one described in a YAML or JSON file.
