@@ -29,7 +29,7 @@ from slipstream.units import bytes_text
 class Tenant(NamedTuple):
     """The reason why tensors are on the host, for the error where it has no room."""
 
-    setting: str  # as users type it
+    setting: str  # the words that users type
     things: str  # what the tensors are
     smaller: str  # what to do for fewer bytes
 

@@ -77,5 +77,10 @@ def test_the_command_prints_a_row_for_each_way(tmp_path: Path) -> None:
     missing = slipstream_command("plan", tmp_path / "model", "rtx4090-pcie", "--global-batch=8")
     assert missing.returncode == 2
     assert missing.stderr.endswith("--seq-len is missing: give the tokens of a sequence, or --longest.\n")
+    both = slipstream_command(
+        "plan", tmp_path / "model", "rtx4090-pcie", "--global-batch=8", "--longest", "--seq-len=8"
+    )
+    assert both.returncode == 2
+    assert "--longest with --seq-len=8: it finds the length. Leave one of them out." in both.stderr
     measured = slipstream_command("plan", tmp_path / "model", "--longest", "--global-batch=8")
     assert "--longest needs a cluster" in measured.stderr

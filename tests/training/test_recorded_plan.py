@@ -145,6 +145,12 @@ def test_what_was_chosen_is_for_sequences_and_stages_like_its_own() -> None:
     found = chosen_settings(config, chosen)
     assert (found["partition"], found["slices"], found["memory"].recompute) == ([1, 3], [40, 24], 1)
     by_keys = chosen | {"degrees": Degrees(context=2, exchange="keys")}
+    # What is on the host isn't the plan's: a run may resume with another place.
+    there = {"context": "host", "optimizer": "host"}
+    on_host = parse_config(with_section(memory=there))
+    written = {"plan": recorded_plan(chosen).closed(**Degrees().choices).dump()}
+    memory = chosen_settings(on_host, chosen | written)["memory"]
+    assert (memory.context, memory.optimizer) == ("host", "host")
     sharing = parse_config(with_section(parallel={"context": 2}))
     assert chosen_settings(sharing, by_keys)["parallel"].context_exchange == "keys"
     assert chosen_settings(config, chosen | {"slices": [40, 8]}) == {}

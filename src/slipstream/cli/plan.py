@@ -111,6 +111,8 @@ def plan(
         **listed(str, context=context, optimizer=optimizer),
         **listed(float, offload=offload),
     }
+    if longest and seq_len is not None:
+        raise SlipstreamError(f"--longest with --seq-len={seq_len}: it finds the length. Leave one of them out.")
     if longest:
         _print_longest(model, cluster, **settings)
         return

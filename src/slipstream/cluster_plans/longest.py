@@ -10,7 +10,6 @@ from typing import Any
 from slipstream.cluster_plans.described_model import DescribedModel
 from slipstream.cluster_plans.plan_model import Model, choose_costs
 from slipstream.cost import Cluster, CostSource, ModelCount
-from slipstream.errors import SlipstreamError
 from slipstream.model import longest_sequence
 from slipstream.number_format import BasePrecision
 from slipstream.planner import PlanReport
@@ -23,7 +22,7 @@ from slipstream.planner.search.schedule_shape import working_memory
 
 _STEP = 1024  # tokens of which lengths are multiples
 _MOST = 2**24  # tokens of a sequence, for models that take any
-_PRECISION = 0.02  # by which share a longer sequence might still fit
+_PRECISION = 0.02  # largest share that a longer fitting sequence may be missed by
 _SIMULATED = 40  # configurations for the seconds of a step
 
 
@@ -141,8 +140,5 @@ def _longest(
         fitting, too_long = (middle, too_long) if fits(middle) else (fitting, middle)
     # 3. Plan it.
     few = options.changed(num_simulated=_SIMULATED, num_best=1)
-    try:
-        report = find_plan(ClusterProblem(source, fitting, global_batch, few), progress)
-    except SlipstreamError:
-        return LongestSequence(savings, 0, None)
+    report = find_plan(ClusterProblem(source, fitting, global_batch, few), progress)
     return LongestSequence(savings, fitting, report)

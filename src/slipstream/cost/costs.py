@@ -184,7 +184,7 @@ class Costs(ABC):
         return np.broadcast_to(np.asarray(contexts, float), (self.num_kinds, len(contexts)))
 
     @property
-    def on_host(self) -> Costs | None:
+    def host_context(self) -> Costs | None:
         """The costs that say how large the keys and values are that lie on the host. None: all are on the device."""
         return None
 

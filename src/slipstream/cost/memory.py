@@ -94,17 +94,19 @@ def memory_table(
         parameters=per_stage(partial(costs.weight_bytes, each=state.weights)),
         gradients=gradients,
         optimizer=per_stage(lambda stage: state.optimizer * costs.num_optimized(stage, update)),
-        on_host={
+        host_context={
             (g, *key): footprint
             for g, stage in enumerate(stages)
-            for key, footprint in _on_host(costs, stage, slices, is_lone).items()
+            for key, footprint in _host_context(costs, stage, slices, is_lone).items()
         },
         kept_gradients=None if update.place == "device" else per_stage(partial(_kept_gradients, costs, update)),
         like=like,
     )
 
 
-def _on_host(costs: Costs, stage: Stage, slices: tuple[int, ...], is_lone: bool) -> dict[tuple[int, Op], Footprint]:
+def _host_context(
+    costs: Costs, stage: Stage, slices: tuple[int, ...], is_lone: bool
+) -> dict[tuple[int, Op], Footprint]:
     """Returns the bytes of keys, values and their gradients that the actions of one stage have on the host, by (slice,
     op).
 
@@ -117,7 +119,7 @@ def _on_host(costs: Costs, stage: Stage, slices: tuple[int, ...], is_lone: bool)
         slices: tokens of each.
         is_lone: whether each layer's keys and values are made for its forward, and again for its backward.
     """
-    if (there := costs.on_host) is None:
+    if (there := costs.host_context) is None:
         return {}
     length = sum(slices)
     if is_lone:

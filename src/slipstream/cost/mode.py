@@ -127,8 +127,8 @@ class Mode(Costs):
         return self.costs.each_reach(contexts)
 
     @property
-    def on_host(self) -> Costs | None:
-        return self.costs.on_host
+    def host_context(self) -> Costs | None:
+        return self.costs.host_context
 
     @cached_property
     def each_number(self) -> Numbers:
@@ -379,7 +379,7 @@ class ContextOnHost(Mode):
     host: HostMemorySpec
 
     @property
-    def on_host(self) -> Costs | None:
+    def host_context(self) -> Costs | None:
         return self.costs
 
     @cached_property

@@ -285,7 +285,8 @@ class MemoryTable:
             a stage's are complete. None: all stay.
         vocabulary_bytes: per V and L of a spread head and slice, the buffer of its message, header included; and per E,
             where it isn't as large as a message between stages.
-        on_host: of actions whose keys, values and gradients lie on the host, the bytes there, by (stage, slice, op).
+        host_context: the bytes on the host of actions whose keys, values and gradients lie there, by (stage, slice,
+            op).
         w_shares: per slice, whether W of the first stage works on the very gradient of its input that EW adds, as that
             of learned positions does, which are added to the embeddings.
         like: of each stage, the one whose footprints it has; not given: its own.
@@ -302,7 +303,7 @@ class MemoryTable:
     optimizer: Mapping[int, float] = field(default_factory=dict)
     kept_gradients: Mapping[int, float] | None = None
     vocabulary_bytes: Mapping[tuple[Op, int], float] = field(default_factory=dict)
-    on_host: Mapping[tuple[int, int, Op], Footprint] = field(default_factory=dict)
+    host_context: Mapping[tuple[int, int, Op], Footprint] = field(default_factory=dict)
     w_shares: Mapping[int, bool] = field(default_factory=dict)
     like: Sequence[int] = ()
 
@@ -314,7 +315,7 @@ class MemoryTable:
 
     def host_footprint(self, stage: int, index: int, op: Op) -> tuple[float, float]:
         """Returns the bytes of keys, values and gradients that an action leaves on the host, and needs there."""
-        found = self.on_host.get((stage, index, op))
+        found = self.host_context.get((stage, index, op))
         return (0.0, 0.0) if found is None else (found.leaves, found.peak)
 
     def payload(self, index: int) -> float:

@@ -68,7 +68,8 @@ class OrderBytes:
         made: the weight gradients of each stage's first action of `GRADIENT_MAKERS`, (4, stages): for B of I and W.
         context: the keys and values of each action's microbatch on its stage.
         context_gradients: their gradients.
-        on_host: those bytes that each action leaves of them on the host, and the most that it needs there, (2, action).
+        host_context: the bytes of keys, values and gradients that each action leaves on the host, and the most that it
+            needs there, (2, action).
         payload: the message of each slice of each microbatch, without its header.
         header: of each message.
         buffers: of each op that sends a message of a spread head, with its header, for each slice of each microbatch.
@@ -86,7 +87,7 @@ class OrderBytes:
     made: Floats
     context: Floats
     context_gradients: Floats
-    on_host: Floats
+    host_context: Floats
     payload: Floats
     header: float
     buffers: Mapping[Op, Floats]
@@ -109,7 +110,7 @@ class OrderBytes:
     def host_peaks(self) -> Floats:
         """Returns the most bytes that each rank has on its host."""
         moved = self.leaves * self.arrays.is_one_of(Op.OFFLOAD, Op.RELOAD)
-        leaves, peaks = self.on_host
+        leaves, peaks = self.host_context
         return row_peaks(self.arrays.firsts, -moved, peaks, -leaves)
 
     def memory(self, frees_late: bool = False) -> tuple[RankMemory, ...]:
@@ -413,10 +414,10 @@ def order_bytes(order: Schedule | ActionArrays, tables: MemoryTables, rank: int 
         sizes = np.array([[getattr(table, kind).get(g, 0.0) for g in stages] for table in every], float)
         return sizes[which[arrays.microbatch], stage]
 
-    on_host = np.zeros((2, len(stage)))
-    if any(table.on_host for table in every):
+    host_context = np.zeros((2, len(stage)))
+    if any(table.host_context for table in every):
         own = np.stack([which[arrays.microbatch], stage, arrays.slice, arrays.op], axis=1).tolist()
-        on_host = np.array([every[table].host_footprint(g, i, OPS[op]) for table, g, i, op in own], float).T
+        host_context = np.array([every[table].host_footprint(g, i, OPS[op]) for table, g, i, op in own], float).T
 
     keys = [*zip(which.tolist(), schedule.slice_counts, strict=True)]
 
@@ -432,7 +433,7 @@ def order_bytes(order: Schedule | ActionArrays, tables: MemoryTables, rank: int 
         first=np.array(first, float)[like],
         context=per_action("context"),
         context_gradients=per_action("context_gradients"),
-        on_host=on_host,
+        host_context=host_context,
         payload=per_slice(MemoryTable.payload).astype(float),
         buffers={
             op: per_slice(partial(MemoryTable.buffer, op=op)).astype(float)

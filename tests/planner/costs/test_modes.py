@@ -98,7 +98,7 @@ def test_gradients_in_the_type_of_keys_are_as_large_as_these(kind: str) -> None:
     on_host = with_context(narrow, "host", ANY_HOST)
     assert not on_host.each_context.any()
     assert not on_host.each_context_gradient.any()
-    assert on_host.on_host is narrow
+    assert on_host.host_context is narrow
 
 
 def test_a_mode_passes_on_whatever_a_kind_of_costs_states() -> None:

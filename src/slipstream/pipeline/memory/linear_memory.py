@@ -96,7 +96,7 @@ class LinearMemoryModel:
             first=np.where(is_last, first + made, np.nan),
             context=context,
             context_gradients=context_gradients,
-            on_host=np.zeros((2, len(op))),
+            host_context=np.zeros((2, len(op))),
             payload=self._message * lengths,
             buffers={op: size @ features for op, size in self._buffers.items()},
             w_shares=np.full(len(lengths), any(self._any.w_shares.values())),

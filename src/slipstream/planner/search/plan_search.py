@@ -34,7 +34,7 @@ from slipstream.simulator import MemoryKind, simulate
 from slipstream.timeline import Timeline
 
 _MORE_SIMULATED = 30  # configurations with the context on the host, where others fit
-_MUCH = 0.05  # of a rank's memory
+_MUCH = 0.05  # share of a rank's memory
 _MOST_SCHEDULED_EACH = 2  # configurations whose schedule is made, for each that may be simulated
 _MOST_UNITS = 1_000_000  # slices of stages in all schedules that are made
 _MOST_WHOLE = 200_000  # slices of stages of a long step that is simulated whole, as it is the shortest

@@ -52,7 +52,7 @@ from slipstream.planner.search.stage_times import Slicing, StageTimes, first_oth
 from slipstream.schedule import SCHEDULES, Schedule, ScheduleKind
 from slipstream.schedule.action_arrays import ActionArrays
 
-_OfCosts = tuple[Degrees, int, str]  # by how many ranks work is shared, sequences of a microbatch, context
+_CostsKey = tuple[Degrees, int, str]  # degrees, sequences of a microbatch, place of keys and values
 USABLE = 0.95  # of a device's memory: fragments, libraries and all that isn't counted take the rest
 _LONG = 4000  # slices of stages, in a step that isn't simulated whole
 _STAGES_PER_RANK = (1, 2, 3, 4, 5, 6, 8, 10, 12)
@@ -170,12 +170,12 @@ class PlanSpace:
 
     def _cut(self, plan: Plan, context: str) -> PlacedPartition:
         """Returns a plan's cut, whose costs are those with keys and values on the device or the host."""
-        of_costs = plan.degrees, plan.microbatch_size, context
+        costs_key = plan.degrees, plan.microbatch_size, context
         if plan.partition is not OPEN:
-            return self._placed(of_costs, plan.placement, plan.partition, plan.vocabulary == "spread")
+            return self._placed(costs_key, plan.placement, plan.partition, plan.vocabulary == "spread")
         assert isinstance(plan.schedule, str), "an order is found with its cut"
         placement = placement_of(plan.schedule, plan.pipeline_parallel, plan.stages_per_rank)
-        return self._partition(of_costs, placement)
+        return self._partition(costs_key, placement)
 
     def costs_of(self, plan: Plan) -> Costs:
         """Returns the costs of the model's parts as the plan has them."""
@@ -186,17 +186,17 @@ class PlanSpace:
 
     def _place(
         self,
-        of_costs: _OfCosts,
+        costs_key: _CostsKey,
         placement: tuple[int, ...],
         partition: tuple[float, ...],
         spreads_head: bool,
     ) -> PlacedPartition:
         bounds = unit_bounds(partition, len(self.source.kinds), self.source.units_per_layer)
-        return PlacedPartition(self._costs(*of_costs), placement, bounds, spreads_head)
+        return PlacedPartition(self._costs(*costs_key), placement, bounds, spreads_head)
 
-    def _compute_partition(self, of_costs: _OfCosts, placement: tuple[int, ...]) -> PlacedPartition:
-        costs = self._costs(*of_costs)
-        degrees, size, _ = of_costs
+    def _compute_partition(self, costs_key: _CostsKey, placement: tuple[int, ...]) -> PlacedPartition:
+        costs = self._costs(*costs_key)
+        degrees, size, _ = costs_key
         num_layers = len(self.source.kinds)
         weights = [self._whole(degrees, size, self.alike(range(layer, layer + 1))) for layer in range(num_layers)]
         partition = balanced_layers(weights, placement)

@@ -19,7 +19,8 @@ from slipstream.schedule import Op
 
 _COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 _COUNTS_OF_ONE = (1, 2, 4, 8, 16, 32)  # on a single rank, where slices save memory alone
-_COUNTS_OF_LONG = (64, 128, 256, 512)  # of sequences whose slices then still have as many tokens as these:
+# For sequences whose slices then still have `_LONG_SLICE` tokens.
+_COUNTS_OF_LONG = (64, 128, 256, 512)
 _LONG_SLICE = 2048
 _SHORTEST = 128  # tokens of a slice; the described devices have no times for shorter ones
 _MULTIPLE = 64  # tokens; slices of so many suit matrix products

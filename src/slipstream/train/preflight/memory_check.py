@@ -26,7 +26,7 @@ from slipstream.units import bytes_text
 
 # Bytes of a trained parameter at least: float32, or bfloat16 with a float32 master, whose gradient may be in either
 _TRAINED_BYTES, _STATE_BYTES = 8, 8
-_WIDE_BYTES = 4  # of a gradient that is added up in float32
+_WIDE_BYTES = 4  # bytes of a gradient in float32
 
 _RAN_OUT = re.compile(r"out of memory|can't allocate memory|MemoryError|bad_alloc|memory ran out", re.IGNORECASE)
 
