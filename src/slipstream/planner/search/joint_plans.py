@@ -47,37 +47,62 @@ def promising(configurations: Iterable[Plan]) -> list[Plan]:
     return list(dict.fromkeys(firsts.values()))[:_MOST_MESHES]
 
 
-def joint_candidates(space: PlanSpace, start: Plan, best: float, report: ProgressReport) -> Iterator[Plan]:
-    """Yields the plans on the mesh of `start`, with less and less memory, and adds them to the space.
+class JointCandidates:
+    """The plans on the mesh of `start`, with less and less memory; each is added to the space as it is asked for.
 
-    Nothing is sought that takes `best` seconds or more. These are tried in turn:
+    Nothing is sought that takes `best` seconds or more.
 
-    1. The best without a limit of memory, as it is and with `start`'s offloading.
-    2. The best within the device's memory, by the full account of it; with `start`'s offloading only where nothing
-       else is known to fit.
-    3. The first again, with all of `start`'s ways to save memory.
-
-    With these, weight gradients directly follow input gradients, as in named schedules, or belong to them where layers
-    are recomputed one by one.
+    Where memory is saved, weight gradients directly follow input gradients, as in named schedules, or belong to them
+    where layers are recomputed one by one.
     """
-    allows, problem = space.options.allows, _problem(space, start, best)
-    added = partial(_added, space, start)
-    free = _find(space, start, problem, report)
-    kinds = (free, free.other_head) if free else ()
-    plans = sorted((plan for kind in kinds if kind for plan in (kind, *kind.rejected)), key=lambda plan: plan.seconds)
-    for offload, plan in product(dict.fromkeys((0.0, start.offload)), plans):
-        if allows("recompute", "none") and allows("offload", offload):
-            yield added(_split(plan) if _saves(start) else plan, "none", offload)
-    # What isn't fast enough without a limit isn't within one.
-    if (free or not problem.split) and allows("offload", start.offload) and space.memory < inf:
+
+    def __init__(self, space: PlanSpace, start: Plan, best: float, report: ProgressReport) -> None:
+        self._space = space
+        self._start = start
+        self._report = report
+        self._problem = _problem(space, start, best)
+        free = _find(space, start, self._problem, report)
+        kinds = (free, free.other_head) if free else ()
+        self._free = sorted(
+            (plan for kind in kinds if kind for plan in (kind, *kind.rejected)), key=lambda plan: plan.seconds
+        )
+
+    def without_limit(self) -> Iterator[Plan]:
+        """Yields the plans of a search without a limit of memory, the best first: as they are, then with `start`'s
+        offloading."""
+        allows, start = self._space.options.allows, self._start
+        for offload, plan in product(dict.fromkeys((0.0, start.offload)), self._free):
+            if allows("recompute", "none") and allows("offload", offload):
+                yield self._added(_split(plan) if _saves(start) else plan, "none", offload)
+
+    def within_limit(self) -> Iterator[Iterator[Plan]]:
+        """Yields two ways to keep to the device's memory, of which neither is always the faster one: the plans that are
+        best by the full account of it, and those without a limit with all of `start`'s ways to save memory."""
+        start = self._start
+        # What isn't fast enough without a limit isn't within one.
+        if self._free or not self._problem.split:
+            yield self._accounted()
+        if start.recompute != "none":
+            split_plans = self._free if start.recompute in BY_LAYER else map(_split, self._free)
+            yield (self._added(plan, start.recompute, start.offload) for plan in split_plans)
+
+    def _accounted(self) -> Iterator[Plan]:
+        """Yields the best plans by the account; with `start`'s offloading only where nothing else is known to fit."""
+        space, start = self._space, self._start
+        if not space.options.allows("offload", start.offload) or space.memory == inf:
+            return
         account = partial(_most_bytes, space, start)
-        within = replace(problem, memory_limit=space.memory, account=account, split=True)
-        limited = _find(space, start, within, report)
-        if limited and allows("recompute", limited.recompute):
-            yield added(limited, limited.recompute, start.offload)
-    if start.recompute != "none":
-        split_plans = plans if start.recompute in BY_LAYER else map(_split, plans)
-        yield from (added(plan, start.recompute, start.offload) for plan in split_plans)
+        within = replace(self._problem, memory_limit=space.memory, account=account, split=True)
+        limited = _find(space, start, within, self._report)
+        for plan in (limited, *limited.rejected) if limited else ():
+            if space.options.allows("recompute", plan.recompute):
+                yield self._added(plan, plan.recompute, start.offload)
+
+    def _added(self, found: JointPlan, recompute: str, offload: float) -> Plan:
+        """Returns the joint search's plan on the mesh of `start`, and adds it to the space."""
+        plan = _closed(self._start, found.plan, recompute, offload)
+        self._space.found[plan] = found
+        return plan
 
 
 def _saves(start: Plan) -> bool:
@@ -139,13 +164,6 @@ def _split(plan: JointPlan) -> JointPlan:
     """Returns the plan, and those it was chosen from, with backwards split as in named schedules."""
     rejected = tuple(_split(rejected) for rejected in plan.rejected)
     return replace(plan.in_order(split_backwards(plan.schedule), plan.seconds), rejected=rejected)
-
-
-def _added(space: PlanSpace, start: Plan, found: JointPlan, recompute: str, offload: float) -> Plan:
-    """Returns the joint search's plan on the mesh of `start`, and adds it to the space."""
-    plan = _closed(start, found.plan, recompute, offload)
-    space.found[plan] = found
-    return plan
 
 
 def _closed(start: Plan, found: Plan, recompute: str, offload: float) -> Plan:

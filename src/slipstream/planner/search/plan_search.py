@@ -18,7 +18,7 @@ from slipstream.planner.progress import ProgressReport
 from slipstream.planner.search.cluster_problem import ClusterProblem
 from slipstream.planner.search.evaluate import Evaluation
 from slipstream.planner.search.frontier import Frontier
-from slipstream.planner.search.joint_plans import is_wanted, joint_candidates, promising
+from slipstream.planner.search.joint_plans import JointCandidates, is_wanted, promising
 from slipstream.planner.search.misfit import (
     NOTHING_SPREAD,
     explain_misfit,
@@ -219,13 +219,21 @@ class _PlanSearch:
             # An order that was found regardless of copies to the host is hardly ever the best beside them.
             if start.offload and best < inf:
                 continue
-            for plan in joint_candidates(self.space, start, best, self.report):
-                candidate = self.space.evaluate(plan)
-                if self.space.fits(candidate):
-                    self.num_simulated += 1
-                    self._add_found(plan, candidate.seconds)
-                    if candidate.seconds < best:
-                        break
+            candidates = JointCandidates(self.space, start, best, self.report)
+            if not self._adds_faster(candidates.without_limit(), best):
+                for plans in candidates.within_limit():
+                    self._adds_faster(plans, best)
+
+    def _adds_faster(self, plans: Iterator[Plan], best: float) -> bool:
+        """Adds a joint search's plans that fit, up to one that takes less than `best`; returns whether there is one."""
+        for plan in plans:
+            candidate = self.space.evaluate(plan)
+            if self.space.fits(candidate):
+                self.num_simulated += 1
+                self._add_found(plan, candidate.seconds)
+                if candidate.seconds < best:
+                    return True
+        return False
 
     def _add_found(self, plan: Plan, seconds: float) -> None:
         """Adds a joint search's plan; of several with the same choices the one with the shortest step is kept."""
