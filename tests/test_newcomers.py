@@ -19,8 +19,9 @@ from torch import Tensor
 
 from slipstream import SCHEDULES, Action, Op, Schedule, ScheduleKind, SlipstreamError, make_schedule, simulate, validate
 from slipstream.attention import AttentionSite, slice_attention
-from slipstream.attention.backend import QueryState, TileGradients
+from slipstream.attention.backend import KeySums, QueryState, merged_with
 from slipstream.attention.masks import ScoreRectangle
+from slipstream.attention.store import AttentionResult
 from slipstream.model import initial_states
 from slipstream.model.hooks.slice_cache import CarriedState
 from slipstream.model.hooks.token_slice import current_slice
@@ -80,7 +81,9 @@ class PlainSoftmax:
     def takes(cls, query: Tensor, value: Tensor, site: AttentionSite) -> bool:
         return site.has_plain_scores
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, so_far: AttentionResult | None = None
+    ) -> AttentionResult:
         PlainSoftmax.num_calls += 1
         ranges, groups = self.site.ranges, query.shape[1] // key.shape[1]
         scores = self.site.scale * query @ key.repeat_interleave(groups, 1).mT
@@ -92,17 +95,18 @@ class PlainSoftmax:
             whole = ScoreRectangle(slice(0, tile.end - tile.start), slice(0, tile.end - tile.first))
             seen[tile.rows, :, rows, columns] = tile.mask(whole, query.device)
         scores = scores.masked_fill(~seen, -torch.inf)
-        return scores.softmax(-1) @ value.repeat_interleave(groups, 1), scores.logsumexp(-1)
+        found = scores.softmax(-1) @ value.repeat_interleave(groups, 1), scores.logsumexp(-1)
+        return merged_with(so_far, found)
 
     def differentiate(
-        self, queries: QueryState, key: Tensor, value: Tensor, grads: TileGradients
+        self, queries: QueryState, key: Tensor, value: Tensor, sums: KeySums, so_far: Tensor | None = None
     ) -> tuple[Tensor, ...]:
         with torch.enable_grad():
             given = [each.detach().requires_grad_() for each in (queries.query, key, value)]
             found = torch.autograd.grad(self.attend(*given)[0], given, queries.grad_output)
-        grads.key.add_(found[1])
-        grads.value.add_(found[2])
-        return (found[0],)
+        for total, share in zip(sums, found[1:], strict=True):
+            total.add_(share)
+        return (found[0] if so_far is None else so_far + found[0],)
 
 
 def test_an_attention_backend(monkeypatch: pytest.MonkeyPatch) -> None:

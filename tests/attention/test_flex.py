@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
 from slipstream.attention import AttentionSite, ContextStore, KeyRanges, flex
-from slipstream.attention.backend import QueryState, TileGradients
+from slipstream.attention.backend import KeySums, QueryState
 from slipstream.attention.masked_math import MaskedMath
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
@@ -93,9 +93,9 @@ def test_gradients_with_a_sink(case: tuple[KeyRanges, int], softcap: float | Non
         if sink:
             output = output * torch.sigmoid(logsumexp - 0.5)[..., None]
             logsumexp = torch.logaddexp(logsumexp, torch.full((), 0.5, dtype=torch.float64))
-        grads = TileGradients(query, torch.zeros_like(key), torch.zeros_like(value))
+        sums = KeySums(torch.zeros_like(key), torch.zeros_like(value))
         queries = QueryState(query, output, logsumexp, grad)
-        (grad_query,) = flex.FlexCUDA(site).differentiate(queries, key, value, grads)
+        (grad_query,) = flex.FlexCUDA(site).differentiate(queries, key, value, sums)
     wanted = torch.autograd.grad(with_sink, leaves, grad)
-    for ours, theirs in zip((grad_query, grads.key, grads.value), wanted, strict=True):
+    for ours, theirs in zip((grad_query, *sums), wanted, strict=True):
         assert torch.allclose(ours, theirs, atol=1e-6)  # `differentiate` weighs gradients in float32

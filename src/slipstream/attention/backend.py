@@ -104,12 +104,19 @@ class QueryState(NamedTuple):
         return QueryState(*(tensor[:, :, some] for tensor in self))
 
 
-class TileGradients(NamedTuple):
-    """The buffers a backward pass adds to."""
+class KeySums(NamedTuple):
+    """Sums of the gradients of keys and values, to which a backward pass adds."""
 
-    query: Tensor  # (B,H,T,D), in float32 or wider
     key: Tensor  # (B,Hkv,S,D), in float32 or wider, or in the type of keys and values
     value: Tensor  # (B,Hkv,S,Dv)
+
+
+class TileGradients(NamedTuple):
+    """The buffers to which a tile's backward adds."""
+
+    query: Tensor  # (B,H,T,D), in float32 or wider
+    key: Tensor  # as of `KeySums`
+    value: Tensor
 
 
 class AttentionBackend(Protocol):
@@ -127,15 +134,23 @@ class AttentionBackend(Protocol):
         """Returns whether this backend computes the attention of such tensors; the first one that does is used."""
         ...
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> AttentionResult:
-        """Returns output (B,H,T,Dv) and log-sum-exp (B,H,T)."""
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, so_far: AttentionResult | None = None
+    ) -> AttentionResult:
+        """Returns output (B,H,T,Dv) and log-sum-exp (B,H,T), in the query's or a wider dtype.
+
+        `so_far` is the result for other keys, with which these keys' is merged, in place if it is wide.
+        """
         ...
 
     def differentiate(
-        self, queries: QueryState, key: Tensor, value: Tensor, grads: TileGradients
+        self, queries: QueryState, key: Tensor, value: Tensor, sums: KeySums, so_far: Tensor | None = None
     ) -> tuple[Tensor, ...]:
-        """Adds to the gradients of keys and values; returns the query's, and those of the slice's own keys and values
-        where they are added up beside `grads`."""
+        """Adds to the gradients of keys and values; returns the query's, in its own or a wider dtype, and those of the
+        slice's own keys and values where they are added up beside `sums`.
+
+        `so_far` is the query's gradient from other keys, to which these keys' is added, in place if it is wide.
+        """
         ...
 
 
@@ -147,35 +162,41 @@ class TiledBackend(AttentionBackend, Protocol):
 
     @abstractmethod
     def forward(self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, tile: ScoreTile) -> None:
-        """Fills out (B,H,T,Dv) and lse (B,H,T), in float32 or wider, with a tile's attention."""
+        """Merges a tile's attention into out (B,H,T,Dv) and lse (B,H,T), in float32 or wider; the attention to the
+        queries' own keys comes first, and fills them."""
 
     @abstractmethod
     def backward(self, queries: QueryState, key: Tensor, value: Tensor, grads: TileGradients, tile: ScoreTile) -> None:
         """Adds the tile's share to the gradients."""
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> AttentionResult:
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, so_far: AttentionResult | None = None
+    ) -> AttentionResult:
         """See `AttentionBackend`."""
         wide = torch.promote_types(query.dtype, torch.float32)
-        output = _empty(query, value.shape[-1], wide)
-        logsumexp = query.new_empty(query.shape[:-1], dtype=wide)
-        if not self.site.ranges.has_own:
-            # A query may see none of the keys, and tiles are merged into what is there.
-            output.zero_()
-            logsumexp.fill_(torch.finfo(wide).min)
+        if so_far is not None:
+            output, logsumexp = so_far[0].to(wide), so_far[1]
+        else:
+            output = _empty(query, value.shape[-1], wide)
+            logsumexp = query.new_empty(query.shape[:-1], dtype=wide)
+            if not self.site.ranges.has_own:
+                # A query may see none of the keys.
+                output.zero_()
+                logsumexp.fill_(torch.finfo(wide).min)
         for tile, rows, seen in self._tiles():
             self.forward(query[rows], key[seen], value[seen], output[rows], logsumexp[rows], tile)
         return output, logsumexp
 
     def differentiate(
-        self, queries: QueryState, key: Tensor, value: Tensor, grads: TileGradients
+        self, queries: QueryState, key: Tensor, value: Tensor, sums: KeySums, so_far: Tensor | None = None
     ) -> tuple[Tensor, ...]:
         """See `AttentionBackend`."""
         wide = torch.promote_types(queries.query.dtype, torch.float32)
-        total = _empty(queries.query, queries.query.shape[-1], wide).zero_()
+        total = _empty(queries.query, queries.query.shape[-1], wide).zero_() if so_far is None else so_far.to(wide)
         for tile, rows, seen in self._tiles():
-            gradients = TileGradients(total[rows], grads.key[seen], grads.value[seen])
+            gradients = TileGradients(total[rows], sums.key[seen], sums.value[seen])
             self.backward(QueryState(*(tensor[rows] for tensor in queries)), key[seen], value[seen], gradients, tile)
-        return (total.to(queries.query.dtype),)
+        return (total,)
 
     def _tiles(self) -> Iterator[tuple[ScoreTile, tuple[slice, ...], tuple[slice, ...]]]:
         """Yields each tile with the indices of its queries and of its keys among the slice's keys."""
@@ -184,6 +205,40 @@ class TiledBackend(AttentionBackend, Protocol):
             queries = slice(tile.start - ranges.start, tile.end - ranges.start)
             keys = slice(tile.first - ranges.first, tile.keys_end - ranges.first)
             yield tile, (tile.rows, slice(None), queries), (tile.rows, slice(None), keys)
+
+
+def merge_(output: Tensor, logsumexp: Tensor, other: Tensor, other_logsumexp: Tensor) -> None:
+    """Combines the attention over two disjoint sets of keys, in place of the first.
+
+    lse = log(e^lse1 + e^lse2),   O = e^(lse1 - lse) O1 + e^(lse2 - lse) O2
+    """
+    weight = torch.sigmoid(other_logsumexp - logsumexp)  # e^(lse2 - lse)
+    output.lerp_(other.to(output.dtype), weight[..., None])
+    logsumexp.copy_(torch.logaddexp(logsumexp, other_logsumexp))
+
+
+def fill_or_merge(into: AttentionResult, part: AttentionResult, is_first: bool) -> None:
+    """Fills a tile's output and log-sum-exp with its first part, or merges another part into them."""
+    if is_first:
+        for target, found in zip(into, part, strict=True):
+            target.copy_(found)
+    else:
+        merge_(*into, *part)
+
+
+def merged_with(so_far: AttentionResult | None, found: AttentionResult) -> AttentionResult:
+    """Returns the attention to some keys and to others, wide where there are both."""
+    if so_far is None:
+        return found
+    output, logsumexp = so_far
+    output = output.to(logsumexp.dtype)
+    merge_(output, logsumexp, *found)
+    return output, logsumexp
+
+
+def added(so_far: Tensor | None, share: Tensor) -> Tensor:
+    """Returns the sum of a query's gradients from some keys and from others, wide where there are both."""
+    return share if so_far is None else so_far.to(torch.promote_types(share.dtype, torch.float32)).add_(share)
 
 
 def _empty(like: Tensor, width: int, dtype: torch.dtype) -> Tensor:

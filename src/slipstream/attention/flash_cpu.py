@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from slipstream.attention.backend import AttentionSite, QueryState, TiledBackend, TileGradients
+from slipstream.attention.backend import AttentionSite, QueryState, TiledBackend, TileGradients, fill_or_merge
 from slipstream.attention.masks import ScoreRectangle, ScoreTile
 
 _aten = torch.ops.aten
@@ -16,16 +16,6 @@ _aten = torch.ops.aten
 # time of all heads together.
 KEYS_AT_ONCE = 1024
 ROWS_AT_ONCE = 2 * KEYS_AT_ONCE  # keys times heads, per thread
-
-
-def merge_(output: Tensor, logsumexp: Tensor, other: Tensor, other_logsumexp: Tensor) -> None:
-    """Combines the attention over two disjoint sets of keys, in place of the first.
-
-    lse = log(e^lse1 + e^lse2),   O = e^(lse1 - lse) O1 + e^(lse2 - lse) O2
-    """
-    weight = torch.sigmoid(other_logsumexp - logsumexp)  # e^(lse2 - lse)
-    output.lerp_(other.to(output.dtype), weight[..., None])
-    logsumexp.copy_(torch.logaddexp(logsumexp, other_logsumexp))
 
 
 class FlashCPU(TiledBackend):
@@ -50,12 +40,8 @@ class FlashCPU(TiledBackend):
                 scale=self.site.scale,
             )
             own_out, own_lse = out[:, :, part.queries], lse[:, :, part.queries]
-            part_out, part_lse = part_out.reshape(own_out.shape), part_lse.reshape(own_lse.shape)
-            if part.diagonal:
-                own_out.copy_(part_out)
-                own_lse.copy_(part_lse)
-            else:
-                merge_(own_out, own_lse, part_out, part_lse)
+            found = part_out.reshape(own_out.shape), part_lse.reshape(own_lse.shape)
+            fill_or_merge((own_out, own_lse), found, is_first=part.diagonal and tile.has_own)
 
     def backward(self, queries: QueryState, key: Tensor, value: Tensor, grads: TileGradients, tile: ScoreTile) -> None:
         """See `TiledBackend`."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from slipstream.attention.backend import AttentionBackend, AttentionSite, QueryState, TileGradients
+from slipstream.attention.backend import AttentionBackend, AttentionSite, KeySums, QueryState, added, merged_with
 from slipstream.attention.fused_cuda import fits_kernels
 from slipstream.attention.masked_math import MaskedMath
 from slipstream.attention.masks import KeyRanges
@@ -55,16 +55,18 @@ class FlexCUDA(AttentionBackend):
         """See `AttentionBackend`."""
         return fits_kernels(query, value, site) and flex_works(query.device, site.softcap)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> AttentionResult:
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, so_far: AttentionResult | None = None
+    ) -> AttentionResult:
         """See `AttentionBackend`."""
         with torch.no_grad():
-            return self._run(query.detach(), key.detach(), value.detach())
+            return merged_with(so_far, self._run(query.detach(), key.detach(), value.detach()))
 
     @torch.enable_grad()
     def differentiate(
-        self, queries: QueryState, key: Tensor, value: Tensor, grads: TileGradients
+        self, queries: QueryState, key: Tensor, value: Tensor, sums: KeySums, so_far: Tensor | None = None
     ) -> tuple[Tensor, ...]:
-        """Adds to the gradients of keys and values; returns the query's.
+        """See `AttentionBackend`.
 
         The forward runs again. Its own softmax P' has another log-sum-exp than the slice's, which may have a sink; with
         w = exp(lse' - lse), so that P = w P', the gradients of output and log-sum-exp that make
@@ -79,9 +81,9 @@ class FlexCUDA(AttentionBackend):
             change = (grad * (output.float() - queries.output.float())).sum(-1)
             gradients = (weight[..., None] * grad).to(output.dtype), (weight * change).to(logsumexp.dtype)
         grad_query, grad_key, grad_value = torch.autograd.grad((output, logsumexp), leaves, gradients)
-        grads.key.add_(grad_key)
-        grads.value.add_(grad_value)
-        return (grad_query,)
+        sums.key.add_(grad_key)
+        sums.value.add_(grad_value)
+        return (added(so_far, grad_query),)
 
     def _run(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         cap = self.site.softcap
@@ -179,6 +181,6 @@ def _error(device: torch.device, softcap: float | None) -> float:
 
 def _results(backend: AttentionBackend, query: Tensor, key: Tensor, value: Tensor, grad: Tensor) -> list[Tensor]:
     output, logsumexp = backend.attend(query, key, value)
-    grads = TileGradients(query, *(torch.zeros_like(tensor, dtype=torch.float32) for tensor in (key, value)))
+    sums = KeySums(*(torch.zeros_like(tensor, dtype=torch.float32) for tensor in (key, value)))
     queries = QueryState(query, output, logsumexp, grad)
-    return [output, *backend.differentiate(queries, key, value, grads), *grads[1:]]
+    return [output, *backend.differentiate(queries, key, value, sums), *sums]

@@ -7,7 +7,16 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from slipstream.attention.backend import AttentionSite, QueryState, TiledBackend, TileGradients
+from slipstream.attention.backend import (
+    AttentionSite,
+    KeySums,
+    QueryState,
+    TiledBackend,
+    TileGradients,
+    added,
+    fill_or_merge,
+    merged_with,
+)
 from slipstream.attention.kernel_choice import KERNELS, choose_kernel
 from slipstream.attention.kernel_passes import add_gradients
 from slipstream.attention.masked_math import MaskedMath
@@ -32,31 +41,33 @@ class FusedCUDA(TiledBackend):
         """See `AttentionBackend`."""
         return fits_kernels(query, value, site) and site.softcap is None and not site.ranges.irregular
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> AttentionResult:
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, so_far: AttentionResult | None = None
+    ) -> AttentionResult:
         """See `AttentionBackend`."""
         mask = self.site.ranges.regular
         if mask is None:
-            return super().attend(query, key, value)
-        return choose_kernel(query, key.shape[1], mask).forward(query, key, value, mask, self.site.scale)
+            return super().attend(query, key, value, so_far)
+        kernel = choose_kernel(query, key.shape[1], mask)
+        return merged_with(so_far, kernel.forward(query, key, value, mask, self.site.scale))
 
     def differentiate(
-        self, queries: QueryState, key: Tensor, value: Tensor, grads: TileGradients
+        self, queries: QueryState, key: Tensor, value: Tensor, sums: KeySums, so_far: Tensor | None = None
     ) -> tuple[Tensor, ...]:
         """See `AttentionBackend`."""
         mask = self.site.ranges.regular
         if mask is None:
-            return super().differentiate(queries, key, value, grads)
+            return super().differentiate(queries, key, value, sums, so_far)
         kernel = choose_kernel(queries.query, key.shape[1], mask)
         grad_query, parts = kernel.backward(queries, key, value, mask, self.site.scale)
         # Where other ranks' queries see the keys too, none is final before those ranks' parts are added.
         num_added = mask.past if self.site.exchange is None else key.shape[2]
-        return grad_query, *add_gradients(parts, num_added, grads.key, grads.value)
+        return added(so_far, grad_query), *add_gradients(parts, num_added, *sums)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, tile: ScoreTile) -> None:
         """See `TiledBackend`."""
-        tile_out, tile_lse = KERNELS["flash"].forward(query, key, value, tile.regular, self.site.scale)
-        out.copy_(tile_out)
-        lse.copy_(tile_lse)
+        found = KERNELS["flash"].forward(query, key, value, tile.regular, self.site.scale)
+        fill_or_merge((out, lse), found, is_first=tile.has_own)
 
     def backward(self, queries: QueryState, key: Tensor, value: Tensor, grads: TileGradients, tile: ScoreTile) -> None:
         """See `TiledBackend`."""

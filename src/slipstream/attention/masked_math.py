@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from slipstream.attention.backend import AttentionSite, QueryState, TiledBackend, TileGradients
+from slipstream.attention.backend import AttentionSite, QueryState, TiledBackend, TileGradients, fill_or_merge
 from slipstream.attention.masks import ScoreRectangle, ScoreTile
 
 # Limits memory: a long tile is computed some queries at a time.
@@ -36,9 +36,10 @@ class MaskedMath(TiledBackend):
         for block, seen in self._blocks(query, key, tile):
             scores = self._scores(query[:, :, block], key, seen)  # (B,H,t,S)
             # A query that has selected none of these keys gets a finite number, so that other keys can be merged.
-            lse[:, :, block] = scores.logsumexp(-1).clamp_(min=torch.finfo(lse.dtype).min)  # (B,H,t)
-            probs = scores.sub_(lse[:, :, block, None]).exp_()
-            out[:, :, block] = _times(self._dropped(probs, generator), value)
+            part_lse = scores.logsumexp(-1).clamp_(min=torch.finfo(lse.dtype).min)  # (B,H,t)
+            probs = scores.sub_(part_lse[..., None]).exp_()
+            found = _times(self._dropped(probs, generator), value), part_lse
+            fill_or_merge((out[:, :, block], lse[:, :, block]), found, is_first=tile.has_own)
 
     def backward(self, queries: QueryState, key: Tensor, value: Tensor, grads: TileGradients, tile: ScoreTile) -> None:
         """See `TiledBackend`."""

@@ -67,6 +67,11 @@ class ScoreTile:
         """The number of the tile's keys that come before its first query."""
         return min(self.start, self.keys_end) - self.first
 
+    @property
+    def has_own(self) -> bool:
+        """Whether the keys include the queries' own."""
+        return self.keys_end > self.start
+
     @cached_property
     def parts(self) -> tuple[ScoreRectangle, ...]:
         r"""The scores as rectangles; those on the diagonal, which cover every query once, before the others.
@@ -87,7 +92,7 @@ class ScoreTile:
         last = 0 if self.first_keys is None else int(self.first_keys.max()) + 1 - self.first
         if last > past:
             return (ScoreRectangle(queries, slice(0, past + num_queries), diagonal=True, masked=True),)
-        own = _triangle(0, num_queries, past) if self.keys_end > self.start else ()
+        own = _triangle(0, num_queries, past) if self.has_own else ()
         moving = [ScoreRectangle(queries, slice(0, last), masked=True)] if last else []
         whole = [ScoreRectangle(queries, slice(last, past))] if last < past else []
         return (*own, *whole, *moving)
@@ -95,7 +100,7 @@ class ScoreTile:
     @cached_property
     def window(self) -> int | None:
         """The number of keys that every query sees, if it is the same for all: a sliding window."""
-        if self.first_keys is None or self.keys_end <= self.start or not bool((self.first_keys.diff() == 1).all()):
+        if self.first_keys is None or not self.has_own or not bool((self.first_keys.diff() == 1).all()):
             return None
         return self.past + 1
 
@@ -107,7 +112,7 @@ class ScoreTile:
     @property
     def regular(self) -> RegularMask:
         """The mask of a tile that isn't irregular."""
-        return RegularMask(self.first, self.past, self.window, has_own=self.keys_end > self.start)
+        return RegularMask(self.first, self.past, self.window, self.has_own)
 
     def mask(self, part: ScoreRectangle, device: torch.device) -> Tensor:
         """Returns whether a query of a rectangle sees a key of it, (queries, keys)."""

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.attention.backend import AttentionBackend, AttentionSite, QueryState, TileGradients
-from slipstream.attention.flash_cpu import FlashCPU, merge_
+from slipstream.attention.backend import AttentionBackend, AttentionSite, KeySums, QueryState
+from slipstream.attention.flash_cpu import FlashCPU
 from slipstream.attention.flex import FlexCUDA
 from slipstream.attention.fused_cuda import FusedCUDA, PartlyFusedCUDA
 from slipstream.attention.key_blocks import KeyBlock
@@ -136,21 +136,18 @@ class _SliceAttention(torch.autograd.Function):
             grad_query: Tensor | None = None
             finals = list[Tensor]()
             for block in site.store.key_gradients(site.call, site.ranges, here.ranges):
-                # none of the query's gradient yet, in whose place the query stands
-                buffers = TileGradients(query, *block.sums)
                 computing = ctx.backend(here if block.ranges is here.ranges else _within(here, block))
-                share, *made = computing.differentiate(queries, block.key, block.value, buffers)
+                sums = KeySums(*block.sums)
+                grad_query, *made = computing.differentiate(queries, block.key, block.value, sums, grad_query)
                 # Only the first block has the slice's own keys, whose gradients a kernel may have finished.
                 finals = finals or made
-                # Each block's share is rounded to the query's dtype, their sum is not.
-                grad_query = share if grad_query is None else share.to(logsumexp.dtype).add_(grad_query)
             assert grad_query is not None, "the first block has the queries' own keys"
             grad_sinks = None if sinks is None else _sink_gradient(queries, sinks)
-        sums = site.store.finish(site.call, site.ranges)
+        own = site.store.finish(site.call, site.ranges)
         if not finals:
             if exchange:
-                sums = exchange.reduce_scatter(*(total.to(logsumexp.dtype) for total in sums))
-            finals = [_copy(total, query.dtype) for total in sums]
+                own = exchange.reduce_scatter(*(total.to(logsumexp.dtype) for total in own))
+            finals = [_copy(total, query.dtype) for total in own]
         return grad_query.to(query.dtype), *finals, grad_sinks, None, None, None
 
 
@@ -172,14 +169,13 @@ def _attend(
 ) -> AttentionResult:
     """Returns the attention to the keys of all blocks, merged."""
     with _without_autocast(query):
-        own = next(blocks)
-        # Of a store on the device there is one block, with all that the slice sees.
-        own_site = site if own.ranges is site.ranges else _within(site, own)
-        output, logsumexp = backend(own_site).attend(query, own.key, own.value)
+        result: AttentionResult | None = None
         for block in blocks:
-            computing = backend(_within(site, block))
-            output = output.to(logsumexp.dtype)
-            merge_(output, logsumexp, *computing.attend(query, block.key, block.value))
+            # Of a store on the device there is one block, with all that the slice sees.
+            computing = backend(site if block.ranges is site.ranges else _within(site, block))
+            result = computing.attend(query, block.key, block.value, result)
+        assert result is not None, "the first block has the queries' own keys"
+        output, logsumexp = result
         if sinks is not None:
             output, logsumexp = _with_sinks(output, logsumexp, sinks)
     return output.to(query.dtype), logsumexp
