@@ -111,9 +111,23 @@ class Memory(Record):
     """Bytes that each rank may hold, such as 12e9: parameters, gradients, AdamW's state, messages, activations, keys
     and values. They are measured before the first step on a batch of a new shape; a schedule that holds more is
     refused, and the schedule "auto" looks for one that doesn't."""
+    host_limit: PositiveFloat | None = None
+    """Bytes that each rank may have in its host's memory, such as 200e9, of what `context`, `offload` and `optimizer`
+    put there: pinned memory with a GPU, else files and memory. A run or a step that has more is refused before it
+    begins, and plans keep to it."""
     num_flushes: PositiveInt = 1
     """How many times the pipeline is filled and drained in a step, so that no more than num_microbatches / num_flushes
     microbatches hold activations at the same time (gradient accumulation)."""
+
+    @property
+    def uses_host(self) -> bool:
+        """Whether something lies in the host's memory while a step runs, or between steps."""
+        return self.offload > 0 or self.context != "device" or self.optimizer == "host"
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether a step may hold too much, on a rank or on its host."""
+        return self.limit is not None or (self.host_limit is not None and self.uses_host)
 
 
 class Parallelism(Record):

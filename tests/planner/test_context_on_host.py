@@ -17,6 +17,7 @@ from slipstream.planner.plan import ONE_DEVICE
 from slipstream.planner.search import ClusterProblem, PlanOptions, PlanSpace
 from slipstream.profile import count_model
 from slipstream.schedule import Op
+from slipstream.simulator import MemoryKind
 from support.architectures import ARCHITECTURES, llama
 from support.small_clusters import SEQ_LEN, small_cluster, source
 
@@ -124,6 +125,19 @@ def test_a_full_host_is_no_room() -> None:
     _, _, plan = next(iter(space.bounded()))
     assert max(space.evaluate(plan).peaks()) < space.memory
     assert not space.fits(space.evaluate(plan))
+
+
+def test_plans_keep_to_a_limit_on_the_host() -> None:
+    """As to one of the device."""
+    mesh = {"pipeline_parallel": 1, "tensor_parallel": 1, "context_parallel": 1, "microbatch_size": 2}
+    options = PlanOptions(**mesh, recompute="none", offload=0.0, context="host")
+    problem = ClusterProblem(source(), SEQ_LEN, 8, options)
+    best = find_plan(problem).best
+    assert best.peak_host_memory == sum(best.host_memory[0].values()) == best.host_memory[0][MemoryKind.CONTEXT] > 1e6
+    roomy, tight = (options.changed(host_memory_limit=share * best.peak_host_memory) for share in (1, 0.6))
+    assert find_plan(replace(problem, options=roomy)).best.plan == best.plan
+    with pytest.raises(SlipstreamError, match=r"on a host, .* more than the .* that may be used of a host for each"):
+        find_plan(replace(problem, options=tight))
 
 
 def test_the_default_is_the_device() -> None:

@@ -10,11 +10,13 @@ import pytest
 from transformers import LlamaConfig, Qwen3MoeConfig
 
 from slipstream import SlipstreamError
+from slipstream.machine_memory import machine_memory, temporary_folder
 from slipstream.model import meta_model
 from slipstream.pipeline import held_beside
 from slipstream.schedule import make_schedule, split_backwards
 from slipstream.train.config.config_values import parse_config
-from slipstream.train.preflight import less_memory, memory_account
+from slipstream.train.preflight import host_check, less_memory, memory_account
+from slipstream.train.preflight.host_check import check_hosts
 from slipstream.train.preflight.memory_check import check_memory
 from slipstream.units import bytes_text
 
@@ -180,3 +182,67 @@ def test_an_order_in_a_file_is_counted_like_its_name(tmp_path: Path) -> None:
     assert other is not None
     assert named() == given() > other()
     assert named(num_microbatches=8) > given(num_microbatches=8) == other(num_microbatches=8)
+
+
+def on_host(**memory: Any) -> Any:
+    run = configured(pipeline={"num_ranks": 2, "num_microbatches": 2, "slices": 4}, memory=memory)
+    return run.model_copy(update={"training": run.training.model_copy(update={"device": "cpu"})})
+
+
+ON_HOST = [
+    ({"context": "host"}, "context", "--memory.context=device"),
+    ({"offload": 1.0}, "activations", "--memory.offload=0.5"),
+    ({"optimizer": "host"}, "optimizer state", "--memory.optimizer=device"),
+]
+
+
+@pytest.mark.parametrize(("memory", "kind", "advised"), ON_HOST, ids=str)
+def test_what_ranks_have_on_their_host_is_limited(memory: dict[str, Any], kind: str, advised: str) -> None:
+    with pytest.raises(SlipstreamError, match=rf"rank \d would have .* on its host: {kind} ") as raised:
+        check_hosts(on_host(**memory, host_limit=10_000), LLAMA)
+    needed = int(re.findall(r"Give --memory.host_limit=(\d+) or more", str(raised.value))[0])
+    assert advised in str(raised.value)
+    check_hosts(on_host(**memory, host_limit=needed), LLAMA)
+    with pytest.raises(SlipstreamError, match="or more"):
+        check_hosts(on_host(**memory, host_limit=needed - 1), LLAMA)
+    check_hosts(on_host(host_limit=10_000), LLAMA)
+
+
+@pytest.mark.parametrize(("memory", "kind", "advised"), ON_HOST, ids=str)
+@pytest.mark.parametrize("is_in_memory", [False, True])
+def test_a_container_without_room_is_refused(
+    memory: dict[str, Any],
+    kind: str,
+    advised: str,
+    is_in_memory: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Files take its memory where the temporary folder is in memory, else room on a disk."""
+    folder = Path("/dev/shm") if is_in_memory else tmp_path
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    takes_memory = kind == "optimizer state" or temporary_folder().takes_memory
+    (tmp_path / "memory.max").write_text("100000\n")
+    (tmp_path / "memory.current").write_text("98000\n")
+    monkeypatch.setattr(host_check, "machine_memory", lambda: machine_memory(tmp_path))
+    run = on_host(**memory)
+    if not takes_memory:
+        check_hosts(run, LLAMA)
+        return
+    with pytest.raises(
+        SlipstreamError, match=rf"2 ranks here need .* \({kind} .* container has 2.00 kB free"
+    ) as raised:
+        check_hosts(run, LLAMA)
+    assert advised in str(raised.value)
+    assert ("Set TMPDIR to a folder on a disk" in str(raised.value)) == (kind != "optimizer state")
+    (tmp_path / "memory.stat").write_text("anon 1000\ninactive_file 90000\n")
+    if kind == "context":
+        check_hosts(run, LLAMA)  # cached files make room
+
+
+def test_a_disk_without_room_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    run = on_host(context="host")
+    large = run.model_copy(update={"training": run.training.model_copy(update={"batch_size": 2**40})})
+    with pytest.raises(SlipstreamError, match=rf"2 ranks here need .* in TMPDIR={tmp_path} \(context .*Set TMPDIR to"):
+        check_hosts(large, LLAMA)

@@ -107,6 +107,13 @@ def test_a_layout_that_no_rank_could_make(
     assert message in refuse(with_settings(values, given | settings))
 
 
+def test_a_host_without_room(values: dict[str, Any], refuse: Refuse) -> None:
+    said = refuse(
+        with_settings(values, {"memory.context": "host", "memory.host_limit": 10_000, "training.seq_len": 64})
+    )
+    assert "memory.host_limit=10000 (10.0 kB), but by the planner's account rank 0 would have" in said
+
+
 SPREAD = {"pipeline": {"num_ranks": 2, "vocabulary": "spread"}, "training.batch_size": 2}
 SHARDED = {"parallel": {"data": 2, "shard": "parameters"}, "training.batch_size": 2}
 ADAFACTOR = {"optimizer": {"name": "adafactor"}, "pipeline.vocabulary": "whole", "training.batch_size": 2}

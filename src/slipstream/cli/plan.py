@@ -81,6 +81,10 @@ def plan(
         float | None,
         above_zero("Memory of a device that may be used, in bytes, such as 70e9. Default: 95%.", "bytes", "70e9"),
     ] = None,
+    host_memory_limit: Annotated[
+        float | None,
+        above_zero("Host memory that may be used for each device, in bytes. Default: all.", "bytes", "200e9"),
+    ] = None,
     tokens: Annotated[
         float | None,
         above_zero("Tokens of the whole training, such as 15e9: shows how long it takes.", "tokens", "15e9"),
@@ -102,6 +106,7 @@ def plan(
         "dtype": dtype,
         "fused": fused,
         "memory_limit": memory_limit,
+        "host_memory_limit": host_memory_limit,
         "num_best": top,
         **listed(int, tensor_parallel=tensor_parallel, pipeline_parallel=pipeline_parallel),
         **listed(int, data_parallel=data_parallel, stages_per_rank=stages_per_rank),
@@ -282,14 +287,18 @@ def _tables(plan: PlanReport, columns: Mapping[str, Column]) -> tuple[Table, Tab
     from rich.table import Table
 
     from slipstream.planner.report import memory_text
+    from slipstream.simulator import MemoryKind
     from slipstream.units import bytes_text
 
     plans = Table(*columns, box=SIMPLE_HEAD, pad_edge=False)
     for prediction in plan.predictions:
         plans.add_row(*(column.text(prediction) for column in columns.values()))
     best = plan.best
-    memory = Table(f"memory of rank {best.fullest_rank}", memory_text(best), box=SIMPLE_HEAD, pad_edge=False)
-    for kind, size in best.memory[best.fullest_rank].items():
-        if size:
-            memory.add_row(kind, bytes_text(size))
+    held, on_host = (ranks[best.fullest_rank] if ranks else {} for ranks in (best.memory, best.host_memory))
+    sizes = (held, on_host) if on_host else (held,)
+    titles = memory_text(best), f"on its host: {bytes_text(sum(on_host.values()))}"
+    memory = Table(f"memory of rank {best.fullest_rank}", *titles[: len(sizes)], box=SIMPLE_HEAD, pad_edge=False)
+    for kind in MemoryKind:
+        if any(each.get(kind) for each in sizes):
+            memory.add_row(kind, *(bytes_text(each[kind]) if each.get(kind) else "" for each in sizes))
     return plans, memory

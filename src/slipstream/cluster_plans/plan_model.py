@@ -86,7 +86,8 @@ def plan(
             cluster. Tensor-parallel ranks share repeated work by tokens there, where the model allows it.
         progress: called with the current task, how many are done, and out of how many (0 where that is unknown).
         **options: the values that a choice may take, such as `tensor_parallel=[1, 2]` or `schedule="1f1b"`;
-            `memory_limit`, in bytes of a device; `num_simulated`, `num_best`: the fields of `slipstream.PlanOptions`.
+            `memory_limit`, in bytes of a device, and `host_memory_limit`, of its host; `num_simulated`, `num_best`: the
+            fields of `slipstream.PlanOptions`.
 
     Raises:
         SlipstreamError: for input that can't be used, where nothing divides the batch, and where nothing fits the

@@ -5,7 +5,7 @@ from slipstream.cost.cluster import SHIPPED, Cluster, Device, LinkKind, load_clu
 from slipstream.cost.costs import NO_LINK, Costs, LinkTime
 from slipstream.cost.counted import CountedCosts
 from slipstream.cost.fit import AttentionWindow, SlicePoint, TimeFit, find_windows, fit_times
-from slipstream.cost.host_memory import ANY_HOST, HostMemorySpec
+from slipstream.cost.host_memory import ANY_HOST, SOME_GPUS_HOST, HostMemorySpec
 from slipstream.cost.measured import MeasuredCosts, profile_behind
 from slipstream.cost.measured_stages import choose_stages
 from slipstream.cost.memory import NOTHING_BESIDE, HeldBeside, head_part_memory, memory_table

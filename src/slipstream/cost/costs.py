@@ -188,6 +188,10 @@ class Costs(ABC):
         """The costs that say how large the keys and values are that lie on the host. None: all are on the device."""
         return None
 
+    def on_host(self, sizes: Any) -> Any:
+        """Returns the bytes that tensors of these sizes take on the host."""
+        return sizes
+
     @cached_property
     def each_number(self) -> Numbers:
         """The numbers of parameters, (kinds,)."""

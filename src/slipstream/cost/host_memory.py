@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import inf
 from typing import Any, NamedTuple
+
+import numpy as np
 
 
 class HostMemorySpec(NamedTuple):
@@ -23,6 +26,24 @@ class HostMemorySpec(NamedTuple):
         """Whether what is on the host is copied to the device to be used."""
         return self.bandwidth < inf
 
+    def held_bytes(self, sizes: Any) -> Any:
+        """Returns the bytes that tensors of these sizes take: what is copied to a device is pinned, in blocks whose
+        sizes are powers of two."""
+        if not self.is_apart:
+            return sizes
+        is_some = np.asarray(sizes) > 0
+        return np.where(is_some, 2.0 ** np.ceil(np.log2(np.where(is_some, sizes, 1.0))), 0.0)
+
+    def shares(self, sizes: Sequence[float]) -> list[float]:
+        """Returns how many bytes each of these tensors takes for each of its own; none where these are equal."""
+        if not self.is_apart:
+            return []
+        own = np.array(sizes, float)
+        shares: list[float] = np.where(own > 0, self.held_bytes(own) / np.maximum(own, 1.0), 1.0).tolist()
+        return shares
+
 
 ANY_HOST = HostMemorySpec(bandwidth=inf, latency=0.0, capacity=inf, memory_bandwidth=inf)
 """The host of a device whose processor works on the host's memory, or whose copies aren't known."""
+SOME_GPUS_HOST = HostMemorySpec(bandwidth=16e9, latency=1e-5, capacity=inf, memory_bandwidth=inf)
+"""The host of a GPU whose links weren't described, where only bytes matter."""

@@ -10,7 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from slipstream.array_types import Floats
 from slipstream.cost.costs import Costs
+from slipstream.cost.host_memory import ANY_HOST, HostMemorySpec
 from slipstream.cost.mode import WithoutLookups
 from slipstream.cost.update import Update
 from slipstream.cost.work import BY_LAYER, Stage, StageParts
@@ -48,6 +50,7 @@ def memory_table(
     recompute: str,
     update: Update,
     alike: Callable[[Stage], Stage] = lambda stage: stage,
+    host: HostMemorySpec = ANY_HOST,
 ) -> MemoryTable:
     """Returns the bytes of all actions of a schedule, per device.
 
@@ -59,6 +62,7 @@ def memory_table(
         recompute: the recomputed part: none, selective, full, stage or stage+full.
         update: that ends the step.
         alike: returns one of the stages with equal costs, so that their bytes are computed once.
+        host: of a device.
     """
     length = sum(slices)
     state = update.held
@@ -85,12 +89,13 @@ def memory_table(
         for (unit, op), footprint in footprints.items()
         if op in (Op.B, Op.W)
     }
+    messages = [float(costs.message_bytes(length)) for length in slices]
     return MemoryTable(
         footprints=footprints,
         first=first,
         context=per_stage(lambda stage: 0.0 if is_lone else costs.context_bytes(stage, length)),
         context_gradients=per_stage(lambda stage: 0.0 if is_lone else costs.context_gradient_bytes(stage, length)),
-        message_bytes=[float(costs.message_bytes(length)) for length in slices],
+        message_bytes=messages,
         parameters=per_stage(partial(costs.weight_bytes, each=state.weights)),
         gradients=gradients,
         optimizer=per_stage(lambda stage: state.optimizer * costs.num_optimized(stage, update)),
@@ -99,6 +104,9 @@ def memory_table(
             for g, stage in enumerate(stages)
             for key, footprint in _host_context(costs, stage, slices, is_lone).items()
         },
+        host_optimizer=per_stage(lambda stage: update.on_host * costs.num_optimized(stage, update)),
+        # Most of what is offloaded is as large as a message: all of it where layers or stages are recomputed.
+        host_shares=host.shares(messages),
         kept_gradients=None if update.place == "device" else per_stage(partial(_kept_gradients, costs, update)),
         like=like,
     )
@@ -122,29 +130,38 @@ def _host_context(
     if (there := costs.host_context) is None:
         return {}
     length = sum(slices)
+
+    def held(each: Floats, lengths: Sequence[int]) -> Floats:
+        """Returns the bytes of blocks of some lengths, (parts, slices): half are keys, half values."""
+        held_bytes: Floats = 2 * costs.on_host(np.outer(each, lengths) / 2)
+        return held_bytes
+
     if is_lone:
         one = _LargestLayer.of(there, stage, length)
-        backward = Footprint(0.0, one.keys + one.key_gradients)
-        return {(0, Op.F): Footprint(0.0, one.keys), (0, Op.B): backward, (0, Op.I): backward}
+        forward, more = (float(held(np.array([size]), [1])[0, 0]) for size in (one.keys, one.key_gradients))
+        backward = Footprint(0.0, forward + more)
+        return {(0, Op.F): Footprint(0.0, forward), (0, Op.B): backward, (0, Op.I): backward}
     has_backward = there.has_backward(stage)
     # Of each part, the last one first, as a backward has them.
     kinds = [there.parts[part] for part in reversed(there.parts_of(stage))]
-    keys, sums = there.each_context[kinds], there.each_context_gradient[kinds]
-    ends = np.cumsum(np.array(slices, np.int64))
-    starts = ends - np.array(slices, np.int64)
-    # The first token of the first slice with a key that each slice sees, (parts, slices).
+    keys, sums = held(there.each_context[kinds], slices), held(there.each_context_gradient[kinds], slices)
+    starts = np.cumsum(np.array(slices, np.int64)) - np.array(slices, np.int64)
+    # The first slice with a key that each slice sees, (parts, slices).
     first = np.searchsorted(starts, starts - there.each_reach(starts)[kinds], side="right") - 1
-    since = starts[first]
     # A later slice has made the sums from there on.
-    until = np.minimum(ends, np.concatenate([since[:, 1:], np.full_like(since[:, :1], length)], axis=1))
-    made = sums[:, None] * np.maximum(0, until - since)
-    freed = np.outer(keys + sums, slices)
+    until = np.minimum(
+        np.arange(1, len(slices) + 1), np.concatenate([first[:, 1:], np.full_like(first[:, :1], len(slices))], axis=1)
+    )
+    up_to = np.concatenate([np.zeros((len(kinds), 1)), np.cumsum(sums, axis=1)], axis=1)
+    until_then, before = (np.take_along_axis(up_to, which, axis=1) for which in (until, first))
+    made = np.maximum(0.0, until_then - before)
+    freed = keys + sums
     most = np.cumsum(made, axis=0) - np.cumsum(freed, axis=0) + freed
     found = dict[tuple[int, Op], Footprint]()
-    for s, own in enumerate(slices):
-        left = own * float(keys.sum())
+    for s in range(len(slices)):
+        left = float(keys[:, s].sum())
         is_dropped = s == len(slices) - 1 and not has_backward
-        found[s, Op.F] = Footprint(left - is_dropped * length * float(keys.sum()), left)
+        found[s, Op.F] = Footprint(left - is_dropped * float(keys.sum()), left)
         backward = Footprint(float(made[:, s].sum() - freed[:, s].sum()), float(most[:, s].max(initial=0.0)))
         found[s, Op.B] = found[s, Op.I] = backward
     return found
@@ -225,6 +242,7 @@ def head_part_memory(
     slices: tuple[int, ...],
     recompute: str,
     update: Update,
+    host: HostMemorySpec = ANY_HOST,
 ) -> MemoryTable:
     """Returns the bytes of all actions of a schedule that spreads the head: those of `memory_table` for the stages
     without it, and of the parts next to the last stage of each rank. Of tied weights the rows embed, too.
@@ -233,7 +251,7 @@ def head_part_memory(
     """
     bare = WithoutLookups(costs) if schedule.spreads_embedding else costs
     cut = [*stages[:-1], stages[-1]._replace(stop=stages[-1].stop - 1)]
-    table = memory_table(bare, cut, schedule, slices, recompute, update)
+    table = memory_table(bare, cut, schedule, slices, recompute, update, host=host)
     return _with_parts(table, costs, schedule, slices, update)
 
 
@@ -272,6 +290,7 @@ def _with_parts(
         gradients={**table.gradients, **{(g, Op.VW): made for g in stages}},
         parameters=_added(table.parameters, dict.fromkeys(stages, state.weights * numbers)),
         optimizer=_added(table.optimizer, dict.fromkeys(stages, state.optimizer * optimized)),
+        host_optimizer=_added(table.host_optimizer, dict.fromkeys(stages, update.on_host * optimized)),
         vocabulary_bytes={(op, s): _sent(costs, op, length) for op in (Op.V, Op.L) for s, length in enumerate(slices)},
     )
 

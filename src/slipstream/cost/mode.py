@@ -130,6 +130,9 @@ class Mode(Costs):
     def host_context(self) -> Costs | None:
         return self.costs.host_context
 
+    def on_host(self, sizes: Any) -> Any:
+        return self.costs.on_host(sizes)
+
     @cached_property
     def each_number(self) -> Numbers:
         return self.costs.each_number
@@ -381,6 +384,9 @@ class ContextOnHost(Mode):
     @property
     def host_context(self) -> Costs | None:
         return self.costs
+
+    def on_host(self, sizes: Any) -> Any:
+        return self.host.held_bytes(sizes)
 
     @cached_property
     def each_context(self) -> Floats:

@@ -181,6 +181,15 @@ class Parameters:
                 copies += 0 if storage_id(master) == storage_id(tensor) else master.nbytes
         return copies, updated
 
+    def host_bytes_of(self, tensors: Iterable[Tensor]) -> int:
+        """Returns the bytes of the optimizer's copies on the host of those tensors that are trained parameters."""
+        if not self.are_on_host:
+            return 0
+        masters = dict(self.named())
+        names = {id(parameter): name for name, parameter in self._own()}
+        own = (names.get(id(tensor), "") for tensor in tensors if tensor.requires_grad)
+        return sum(masters[name].nbytes for name in own if name in masters)
+
     def clip_(self, max_norm: float, calls: CallAgreement) -> Tensor:
         """Scales all gradients so that the norm of the whole model's is at most `max_norm`; returns the
         norm before. Each weight counts once, wherever it has copies. Collective."""

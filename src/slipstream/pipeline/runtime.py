@@ -72,7 +72,7 @@ class PipelineRuntime:
         if self.ranks.world.size > 1:
             check_transport(options.runtime.transport, self.device, self.ranks.world.gpu_backend)
         self.calls = CallAgreement(self.ranks)
-        self._agreement = BatchAgreement(self.ranks, self.calls, options.memory.limit is not None)
+        self._agreement = BatchAgreement(self.ranks, self.calls, options.memory.is_limited)
         watch_group(self.ranks.world, options.runtime.stall_limit)
 
         # 2. The model's family, and the plan of open options.
@@ -85,7 +85,7 @@ class PipelineRuntime:
         self.planned = PlannedOptions.of(self.family, options, num_ranks)
         options = self.planned.options
         self.layout = self.planned.layout
-        self._has_limit = options.memory.limit is not None
+        self._has_limit = options.memory.is_limited
         self._recomputes = options.memory.recompute != "none"
 
         # 3. The stages of this process, and their parameters.
@@ -132,7 +132,7 @@ class PipelineRuntime:
         # All ranks record, or none.
         records = self.graphs is not None and self.graphs.may_record
         self.memory_limit = MemoryLimit(
-            options.memory.limit,
+            options.memory,
             records,
             self.ranks,
             self.family,

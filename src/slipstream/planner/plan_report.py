@@ -28,7 +28,7 @@ class Prediction:
     seconds_by_cause: Mapping[str, float]
     memory: tuple[Mapping[MemoryKind, float], ...]  # per rank, bytes by kind at the moment of its peak
     memory_limit: float  # bytes of a device
-    host_memory: tuple[float, ...] = ()  # per rank, the most bytes on its host
+    host_memory: tuple[Mapping[MemoryKind, float], ...] = ()  # the same of its host
     joint: JointPlan | None = None  # the joint search's report, where it found the order
 
     @property
@@ -39,7 +39,7 @@ class Prediction:
     @property
     def peak_host_memory(self) -> float:
         """The most bytes that a rank has on its host."""
-        return max(self.host_memory, default=0.0)
+        return max((sum(kinds.values()) for kinds in self.host_memory), default=0.0)
 
     @property
     def fullest_rank(self) -> int:

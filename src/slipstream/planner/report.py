@@ -6,7 +6,7 @@ import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
-from math import isfinite
+from math import inf, isfinite
 from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
@@ -289,11 +289,18 @@ def _timeline(plan: PlanReport) -> str:
 
 
 def _memory(plan: PlanReport) -> str:
-    ranks = plan.best.memory
+    best = plan.best
+    shown = _held_by_kind(best.memory, "peak memory of a device", best.memory_limit)
+    if best.peak_host_memory:
+        shown += _held_by_kind(best.host_memory, "peak memory of a rank on its host")
+    return section("Memory of the best plan's ranks", shown)
+
+
+def _held_by_kind(ranks: Sequence[Mapping[MemoryKind, float]], axis: str, limit: float = inf) -> str:
+    """Returns the chart of what each rank holds, with its numbers."""
     kinds = [kind for kind in MemoryKind if any(held.get(kind) for held in ranks)]
     bars = [Bar(f"rank {rank}", {k: held[k] for k in kinds if k in held}) for rank, held in enumerate(ranks)]
-    chart = bar_chart(bars, "peak memory of a device", bytes_text, plan.best.memory_limit, "limit")
-    return section("Memory of the best plan's ranks", chart + _numbers_table(bars, kinds, "total", bytes_text))
+    return bar_chart(bars, axis, bytes_text, limit, "limit") + _numbers_table(bars, kinds, "total", bytes_text)
 
 
 def _numbers_table(bars: Sequence[Bar], parts: Sequence[str], total: str, text: NumberText) -> str:

@@ -314,8 +314,8 @@ class LiveMemory(TorchDispatchMode):
     An operation's result is in a storage of its own or in that of an argument, so the arguments show which storages
     were there before. Such a one doesn't count unless it is `present`, but where an operation has read it, its end
     does. Exact for tensors' memory, each storage once, until its last owner, Python or an autograd graph, releases it.
-    Buffers inside a kernel are not tensors and not seen. Backwards are seen because on the CPU they run in the calling
-    thread.
+    Tensors in files are the host's, and counted apart. Buffers inside a kernel are not tensors and not seen. Backwards
+    are seen because on the CPU they run in the calling thread.
     """
 
     def __init__(self, present: Iterable[Tensor] = ()) -> None:
@@ -323,11 +323,14 @@ class LiveMemory(TorchDispatchMode):
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self.num_bytes = 0
         self.peak = 0
+        self._on_host = 0
+        self.host_peak = 0
         for tensor in present:
             self._add(tensor)
 
     def restart_peak(self) -> None:
         self.peak = self.num_bytes
+        self.host_peak = self._on_host
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # The argument of this op has just been made, without an operation.
@@ -341,20 +344,28 @@ class LiveMemory(TorchDispatchMode):
 
     def _add(self, tensor: Tensor, counted: bool = True) -> None:
         key = storage_id(tensor)
-        # A trace's tensors have no memory, and those in files are the host's.
+        # A trace's tensors have no memory.
         if key in self._references or tensor.device.type != "cpu" or isinstance(tensor, FakeTensor):
             return
-        if lies_in_file(tensor):
-            return
         storage = tensor.untyped_storage()
-        if size := storage.nbytes():
-            self._references[key] = weakref.ref(storage, partial(self._remove, key, size))
+        if not (size := storage.nbytes()):
+            return
+        remove = self._remove_file if lies_in_file(tensor) else self._remove
+        self._references[key] = weakref.ref(storage, partial(remove, key, size))
+        if remove == self._remove_file:
+            self._on_host += size * counted
+            self.host_peak = max(self.host_peak, self._on_host)
+        else:
             self.num_bytes += size * counted
             self.peak = max(self.peak, self.num_bytes)
 
     def _remove(self, key: int, size: int, _: object) -> None:
         del self._references[key]
         self.num_bytes -= size
+
+    def _remove_file(self, key: int, size: int, _: object) -> None:
+        del self._references[key]
+        self._on_host -= size
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
@@ -367,7 +378,10 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 class AllocatedMemory:
-    """Reads the bytes that CUDA's caching allocator has allocated: blocks, so sizes are rounded up."""
+    """Reads the bytes that CUDA's caching allocator has allocated: blocks, so sizes are rounded up. Those on the host
+    aren't its own."""
+
+    host_peak = 0
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -385,7 +399,8 @@ class AllocatedMemory:
         torch.cuda.reset_peak_memory_stats(self._device)
 
 
-MemoryMeter = LiveMemory | AllocatedMemory  # `num_bytes` now, and their `peak` since `restart_peak` or the beginning
+# `num_bytes` now, their `peak` since `restart_peak` or the beginning, and the `host_peak` of tensors in files
+MemoryMeter = LiveMemory | AllocatedMemory
 
 
 def memory_meter(device: torch.device, present: Iterable[Tensor] = ()) -> AbstractContextManager[MemoryMeter]:

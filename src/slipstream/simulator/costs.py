@@ -287,6 +287,9 @@ class MemoryTable:
             where it isn't as large as a message between stages.
         host_context: the bytes on the host of actions whose keys, values and gradients lie there, by (stage, slice,
             op).
+        host_optimizer: per stage, the optimizer's state, its copies and gradients on the host.
+        host_shares: per slice, how many bytes offloaded activations take on the host for each of the device's, where
+            these aren't equal.
         w_shares: per slice, whether W of the first stage works on the very gradient of its input that EW adds, as that
             of learned positions does, which are added to the embeddings.
         like: of each stage, the one whose footprints it has; not given: its own.
@@ -304,6 +307,8 @@ class MemoryTable:
     kept_gradients: Mapping[int, float] | None = None
     vocabulary_bytes: Mapping[tuple[Op, int], float] = field(default_factory=dict)
     host_context: Mapping[tuple[int, int, Op], Footprint] = field(default_factory=dict)
+    host_optimizer: Mapping[int, float] = field(default_factory=dict)
+    host_shares: Sequence[float] = ()
     w_shares: Mapping[int, bool] = field(default_factory=dict)
     like: Sequence[int] = ()
 
@@ -318,6 +323,10 @@ class MemoryTable:
         found = self.host_context.get((stage, index, op))
         return (0.0, 0.0) if found is None else (found.leaves, found.peak)
 
+    def host_share(self, index: int) -> float:
+        """Returns how many bytes a slice's offloaded activations take on the host for each of the device's."""
+        return self.host_shares[index] if self.host_shares else 1.0
+
     def payload(self, index: int) -> float:
         """Returns the bytes of a slice's message, without its header."""
         return self.message_bytes[index] if self.message_bytes else 0
@@ -330,11 +339,13 @@ class MemoryTable:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """One action of a rank: the most that is held `during` it, by kind, and the total that is held `after` it."""
+    """One action of a rank: the most that is held `during` it, by kind, and the total that is held `after` it; and by
+    kind the most that is `on_host` meanwhile."""
 
     action: Action
     during: Mapping[MemoryKind, float]
     after: float
+    on_host: Mapping[MemoryKind, float]
 
     @property
     def most(self) -> float:
@@ -349,11 +360,14 @@ class RankMemory:
         action: returns what the rank does at each moment.
         during: the most that is held then, (kind, moment), of each of `MemoryKind`.
         after: all that is held after it.
+        on_host: the most that is on the host meanwhile, (kind, moment): keys, values and their gradients are all of the
+            kind CONTEXT.
     """
 
     action: Callable[[int], Action]
     during: Floats
     after: Floats
+    on_host: Floats
 
     @property
     def moments(self) -> tuple[Moment, ...]:
@@ -366,12 +380,24 @@ class RankMemory:
         return self._moment(int(self.during.sum(axis=0).argmax()))
 
     def _moment(self, number: int) -> Moment:
-        during = dict(zip(MemoryKind, self.during[:, number].tolist(), strict=True))
-        return Moment(self.action(number), during, float(self.after[number]))
+        during, on_host = (
+            dict(zip(MemoryKind, held[:, number].tolist(), strict=True)) for held in (self.during, self.on_host)
+        )
+        return Moment(self.action(number), during, float(self.after[number]), on_host)
 
     @property
     def peak(self) -> float:
         return self.worst.most
+
+    @property
+    def worst_on_host(self) -> Moment:
+        """The moment of the host's peak; the first if there are several."""
+        return self._moment(int(self.on_host.sum(axis=0).argmax()))
+
+    @property
+    def host_peak(self) -> float:
+        """The most bytes on the host."""
+        return float(self.on_host.sum(axis=0).max(initial=0.0))
 
 
 MemoryTables = MemoryTable | Sequence[MemoryTable]  # one table for all microbatches, or one for each

@@ -70,12 +70,14 @@ class OrderBytes:
         context_gradients: their gradients.
         host_context: the bytes of keys, values and gradients that each action leaves on the host, and the most that it
             needs there, (2, action).
+        host_shares: of each slice of each microbatch, as `MemoryTable` has it.
         payload: the message of each slice of each microbatch, without its header.
         header: of each message.
         buffers: of each op that sends a message of a spread head, with its header, for each slice of each microbatch.
         w_shares: of each slice of each microbatch, as `MemoryTable` has it.
         parameters: of each rank.
         optimizer: of each rank.
+        host_optimizer: of each rank's host.
         kept_gradients: of each stage, the weight gradients that stay until the step's end; infinite where all do.
     """
 
@@ -88,12 +90,14 @@ class OrderBytes:
     context: Floats
     context_gradients: Floats
     host_context: Floats
+    host_shares: Floats
     payload: Floats
     header: float
     buffers: Mapping[Op, Floats]
     w_shares: Flags
     parameters: Floats
     optimizer: Floats
+    host_optimizer: Floats
     kept_gradients: Floats
 
     def rank_peaks(self) -> Floats:
@@ -109,9 +113,15 @@ class OrderBytes:
 
     def host_peaks(self) -> Floats:
         """Returns the most bytes that each rank has on its host."""
-        moved = self.leaves * self.arrays.is_one_of(Op.OFFLOAD, Op.RELOAD)
         leaves, peaks = self.host_context
-        return row_peaks(self.arrays.firsts, -moved, peaks, -leaves)
+        return self.host_optimizer + row_peaks(self.arrays.firsts, self._offloaded, peaks, -leaves)
+
+    @cached_property
+    def _offloaded(self) -> Floats:
+        """The bytes of activations that each action moves to the host, below 0 for those that it brings back."""
+        moved = self.leaves * self.arrays.is_one_of(Op.OFFLOAD, Op.RELOAD)
+        offloaded: Floats = -moved * self.host_shares[self.arrays.slices]
+        return offloaded
 
     def memory(self, frees_late: bool = False) -> tuple[RankMemory, ...]:
         """Returns every rank's memory, action by action and by kind; see `memory_of`."""
@@ -148,7 +158,27 @@ class OrderBytes:
             ran = Action(OPS[op], *place)
             return ran if order[moment] < count else sending(ran, arrays.schedule) or ran
 
-        return RankMemory(action, before + (begins + extra)[:, order], after.sum(axis=0))
+        during = before + (begins + extra)[:, order]
+        return RankMemory(action, during, after.sum(axis=0), self._on_host(rank, actions, order))
+
+    def _on_host(self, rank: int, actions: Ints, order: Ints) -> Floats:
+        """Returns the most bytes of each kind that are on a rank's host at each moment, (kind, moment).
+
+        Args:
+            rank: of the schedule.
+            actions: of the rank.
+            order: the moments, as numbers of `actions`, or above these of sends.
+        """
+        at, count = {kind: number for number, kind in enumerate(MemoryKind)}, len(actions)
+        begins, extra, ends = np.zeros((3, len(at), len(order)))
+        begins[at[MemoryKind.ACTIVATIONS], :count] = self._offloaded[actions]
+        ends[at[MemoryKind.CONTEXT], :count], extra[at[MemoryKind.CONTEXT], :count] = self.host_context[:, actions]
+        held = np.zeros((len(at), 1))
+        held[at[MemoryKind.OPTIMIZER]] = self.host_optimizer[rank]
+        after = held + np.cumsum((begins + ends)[:, order], axis=1)
+        before = np.concatenate([held, after[:, :-1]], axis=1)
+        most: Floats = before + (begins + extra)[:, order]
+        return most
 
     @cached_property
     def _left(self) -> list[tuple[MemoryKind, Floats]]:
@@ -434,6 +464,7 @@ def order_bytes(order: Schedule | ActionArrays, tables: MemoryTables, rank: int 
         context=per_action("context"),
         context_gradients=per_action("context_gradients"),
         host_context=host_context,
+        host_shares=per_slice(MemoryTable.host_share).astype(float),
         payload=per_slice(MemoryTable.payload).astype(float),
         buffers={
             op: per_slice(partial(MemoryTable.buffer, op=op)).astype(float)
@@ -448,9 +479,9 @@ def order_bytes(order: Schedule | ActionArrays, tables: MemoryTables, rank: int 
 def bytes_of_stages(table: MemoryTable, placement: Sequence[int]) -> dict[str, Any]:
     """Returns a table's bytes of whole stages and of headers, by the names of `OrderBytes`."""
     stages, ops = range(len(placement)), [makers[0] for makers in GRADIENT_MAKERS]
-    parameters, optimizer = (
+    parameters, optimizer, host_optimizer = (
         np.bincount(placement, [of_stages.get(g, 0.0) for g in stages]).astype(float)
-        for of_stages in (table.parameters, table.optimizer)
+        for of_stages in (table.parameters, table.optimizer, table.host_optimizer)
     )
     made = np.array([[table.gradients.get((g, op), 0.0) for g in stages] for op in ops], float)
     kept = np.array([np.inf if table.kept_gradients is None else table.kept_gradients.get(g, 0.0) for g in stages])
@@ -459,6 +490,7 @@ def bytes_of_stages(table: MemoryTable, placement: Sequence[int]) -> dict[str, A
         "header": table.header_bytes,
         "parameters": parameters,
         "optimizer": optimizer,
+        "host_optimizer": host_optimizer,
         "kept_gradients": kept,
     }
 

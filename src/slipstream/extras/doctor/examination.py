@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from slipstream.extras.doctor.finding import Check, Finding, error_text, isolated
 from slipstream.hardware_name import processor_name
+from slipstream.machine_memory import CGROUPS, cgroup_texts, container_use, machine_memory, temporary_folder
 from slipstream.network_interfaces import GLOO, NCCL, interface_problems
 from slipstream.units import bytes_text
 from slipstream.version import __version__
@@ -103,10 +104,6 @@ def _checks_of_torch() -> Iterator[tuple[str, Check]]:
     yield "compiler", devices.find_compiler
 
 
-CGROUPS = Path("/sys/fs/cgroup")
-_NO_LIMIT = 2**60  # bytes; version 1 of cgroups writes a larger number for no limit
-
-
 def find_versions() -> Iterator[Finding]:
     """Yields the versions of Python and the packages, and whether these can be imported."""
     yield Finding("Python", f"{platform.python_version()} ({sys.executable})")
@@ -174,19 +171,18 @@ def find_memory(cgroups: Path = CGROUPS) -> Iterator[Finding]:
     """Yields the memory of the machine, the free part, and the cgroup's limit, with what is in use of it."""
     import psutil
 
-    memory = psutil.virtual_memory()
-    limit = _memory_limit(cgroups)
-    text = f"{bytes_text(memory.total)}, {bytes_text(memory.available)} free"
-    if limit is not None and limit < memory.total:
-        used = _memory_in_use(cgroups)
-        text += f", limited to {bytes_text(limit)} (cgroup)"
+    memory = machine_memory(cgroups)
+    text = f"{bytes_text(memory.total)}, {bytes_text(psutil.virtual_memory().available)} free"
+    if memory.limit is not None:
+        used = container_use(cgroups)
+        text += f", limited to {bytes_text(memory.limit)} (cgroup)"
         text += "" if used is None else f", of which {bytes_text(used)} are in use"
     yield Finding("memory", text)
 
 
 def _quota_in_cores(cgroups: Path) -> float | None:
     """Returns how many cores' time a cgroup grants, the least of those that this process is in; None: no limit."""
-    quotas = [quota for text in _cgroup_texts(cgroups, "cpu.max") if (quota := _ratio(*text.split()[:2])) is not None]
+    quotas = [quota for text in cgroup_texts(cgroups, "cpu.max") if (quota := _ratio(*text.split()[:2])) is not None]
     old = cgroups / "cpu"
     if (old / "cpu.cfs_quota_us").exists():
         numbers = [(old / name).read_text().strip() for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")]
@@ -198,38 +194,11 @@ def _ratio(quota: str, period: str) -> float | None:
     return None if quota in ("max", "-1") else int(quota) / int(period)
 
 
-def _memory_limit(cgroups: Path) -> int | None:
-    texts = _cgroup_texts(cgroups, "memory.max")
-    old = cgroups / "memory" / "memory.limit_in_bytes"
-    texts += [old.read_text()] if old.exists() else []
-    limits = [int(text) for text in texts if text.strip() != "max"]
-    return min((limit for limit in limits if limit < _NO_LIMIT), default=None)
-
-
-def _memory_in_use(cgroups: Path) -> int | None:
-    """Returns the bytes that this process's cgroup has, cached files included; None where it doesn't say it."""
-    texts = _cgroup_texts(cgroups, "memory.current")
-    old = cgroups / "memory" / "memory.usage_in_bytes"
-    texts += [old.read_text()] if old.exists() else []
-    return int(texts[0]) if texts else None
-
-
-def _cgroup_texts(cgroups: Path, name: str) -> list[str]:
-    """Returns the contents of a file of version 2 of cgroups, of this process's group and of those it is in."""
-    groups = Path("/proc/self/cgroup")
-    lines = groups.read_text().splitlines() if groups.exists() else []
-    path = next((line[3:].strip("/") for line in lines if line.startswith("0::")), "")
-    folders = [cgroups / path, *(cgroups / path).parents] if path else [cgroups]
-    files = [folder / name for folder in folders if folder.is_relative_to(cgroups)]
-    return [file.read_text() for file in files if file.exists()]
-
-
 _WRITTEN = 32 * 10**6  # bytes
 _LITTLE = 10**9  # bytes; the run of a small model writes more
 _SHARED_MEMORY = Path("/dev/shm")
 _LITTLE_SHARED = 2**28  # bytes; Docker's default is 64 MB
 _LITTLE_PINNED = 2**26  # bytes
-_IN_MEMORY = ("tmpfs", "ramfs")
 
 
 def find_folder(folder: Path) -> Iterator[Finding]:
@@ -259,14 +228,10 @@ def find_folder(folder: Path) -> Iterator[Finding]:
 def find_temporary_folder() -> Iterator[Finding]:
     """Yields the room of the temporary folder, where a CPU's offloaded activations, keys and values are, and the kind
     of its file system: files in some take memory."""
-    import psutil
-
-    folder = Path(tempfile.gettempdir()).resolve()
-    mounted = {Path(part.mountpoint): part.fstype for part in psutil.disk_partitions(all=True)}
-    kind = next((mounted[place] for place in (folder, *folder.parents) if place in mounted), "")
-    text = f"{folder}: {bytes_text(shutil.disk_usage(folder).free)} free{f', on {kind}' if kind else ''}"
+    folder = temporary_folder()
+    text = f"{folder.path}: {bytes_text(folder.free)} free{f', on {folder.kind}' if folder.kind else ''}"
     advice = None
-    if kind in _IN_MEMORY:
+    if folder.takes_memory:
         advice = (
             "its files take memory, so without a GPU memory.offload and memory.context=host save none: set TMPDIR to "
             "a folder on a disk"

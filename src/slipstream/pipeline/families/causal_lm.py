@@ -216,6 +216,7 @@ class CausalLMFamily(ModelFamily):
             num_ranks=num_ranks,
             replicas=self._ranks.data.size,
             memory_limit=options.memory.limit,
+            host_limit=options.memory.host_limit,
             vocabulary=self.planned_vocabulary(num_ranks),
             parallel=options.parallel,
             context=options.memory.context,

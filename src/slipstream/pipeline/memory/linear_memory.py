@@ -9,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from slipstream.array_types import Floats
+from slipstream.array_types import Flags, Floats, Ints
 from slipstream.errors import SlipstreamError
 from slipstream.schedule import Action, Op, Schedule, without_communication
 from slipstream.schedule.action import OPS
@@ -96,12 +96,46 @@ class LinearMemoryModel:
             first=np.where(is_last, first + made, np.nan),
             context=context,
             context_gradients=context_gradients,
-            host_context=np.zeros((2, len(op))),
+            host_context=self._host_context(arrays, lengths[arrays.slices], num_tokens, is_last),
+            host_shares=np.ones(len(lengths)),
             payload=self._message * lengths,
             buffers={op: size @ features for op, size in self._buffers.items()},
             w_shares=np.full(len(lengths), any(self._any.w_shares.values())),
             **bytes_of_stages(self._any, schedule.placement),
         )
+
+    def _host_context(self, arrays: ActionArrays, lengths: Floats, num_tokens: Ints, is_last: Flags) -> Floats:
+        """Returns the bytes on the host that each action leaves there, and needs at most, (2, action).
+
+        A row's last slice has the sums of all that it sees, which no window cuts here, so rather too much is counted.
+
+        Args:
+            arrays: of the order.
+            lengths: tokens of each action's slice.
+            num_tokens: of its row.
+            is_last: whether it is the row's last slice.
+        """
+        keys, sums = (
+            np.array([rates.get(g, 0.0) for g in range(arrays.schedule.num_stages)])[arrays.stage]
+            for rates in self._on_host
+        )
+        forward, backward = arrays.is_one_of(Op.F), arrays.is_one_of(Op.B, Op.I)
+        made = backward * is_last * sums * num_tokens
+        leaves = forward * keys * lengths + made - backward * (keys + sums) * lengths
+        return np.stack([leaves, forward * keys * lengths + made])
+
+    @cached_property
+    def _on_host(self) -> tuple[dict[int, float], dict[int, float]]:
+        """The bytes of a token's keys and values on each stage's host, and of the sums of their gradients."""
+        slices, table = max(self.rehearsed, key=lambda row: len(row[0]))
+        last = len(slices) - 1
+        keys = {g: f.leaves / slices[0] for (g, index, op), f in table.host_context.items() if (index, op) == (0, Op.F)}
+        sums = {
+            g: (f.leaves + keys.get(g, 0.0) * slices[-1]) / (sum(slices) - slices[-1])
+            for (g, index, op), f in table.host_context.items()
+            if index == last and op in (Op.B, Op.I) and last
+        }
+        return keys, sums
 
     @property
     def _any(self) -> MemoryTable:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
@@ -13,6 +13,7 @@ import torch
 
 from slipstream.errors import SlipstreamError
 from slipstream.model import recompute_advice
+from slipstream.options import Memory
 from slipstream.parallel import Ranks
 from slipstream.pipeline.batch import Batch
 from slipstream.pipeline.cut_batch import SplitBatch, token_bytes
@@ -23,7 +24,7 @@ from slipstream.pipeline.planning import HeldBytes
 from slipstream.planner.find_plan import find_plan
 from slipstream.planner.ragged import StepMemory, StepPlan, StepProblem
 from slipstream.schedule import Op, Schedule, SlicedMicrobatch, add_reductions
-from slipstream.simulator import MemoryTable, RankMemory, StageSlice, memory_of
+from slipstream.simulator import MemoryKind, MemoryTable, RankMemory, StageSlice, memory_of
 from slipstream.units import bytes_text
 
 # Peaks and sums by kind add the same numbers in different orders, and may differ in the last digits.
@@ -36,7 +37,7 @@ class MemoryLimit:
     all ranks at the same time.
 
     Args:
-        limit: bytes that each rank may hold. None: any number.
+        memory: has the bytes that each rank may hold, on its device and on its host.
         records: whether steps may be recorded as CUDA graphs, which free offloaded tensors an action later.
         ranks: of the pipeline.
         family: splits batches.
@@ -49,7 +50,7 @@ class MemoryLimit:
 
     def __init__(
         self,
-        limit: float | None,
+        memory: Memory,
         records: bool,
         ranks: Ranks,
         family: ModelFamily,
@@ -58,7 +59,8 @@ class MemoryLimit:
         rehearsal: Callable[..., RehearsedStep],
         device: torch.device,
     ) -> None:
-        self.limit = limit
+        self.limit = memory.limit
+        self._memory_options = memory
         self._ranks = ranks
         self._family = family
         self._device = device
@@ -73,20 +75,36 @@ class MemoryLimit:
         self.most_steps = 1024  # known steps within the limit; more drop the oldest
 
     def check(self, step: RehearsedStep, lengths: Sequence[int] = ()) -> None:
-        """Raises SlipstreamError where the step would hold more than the limit, before it runs. Collective.
+        """Raises SlipstreamError where the step would hold more than the limit, on a rank or on its host, before it
+        runs. Collective.
 
         `lengths` are the tokens of each sequence where they differ: the longest is then named.
         """
-        if self.limit is None:
+        if not self._memory_options.is_limited:
             return
         checked = step.schedule, tuple(step.batch.microbatches), step.batch.further_bytes
         if checked not in self._fitting:
             held = self._memory(step, bool(lengths))
             worst = max(range(len(held)), key=lambda rank: held[rank].peak)
-            if held[worst].peak + _token_bytes(step) > self.limit:
+            if self.limit is not None and held[worst].peak + _token_bytes(step) > self.limit:
                 raise SlipstreamError(_too_much(step, worst, held[worst], self.limit) + _longest(lengths))
+            self._check_hosts(step, held, lengths)
             self._fitting[checked] = None
             _forget_oldest(self._fitting, self.most_steps)
+
+    def _check_hosts(self, step: RehearsedStep, held: Sequence[RankMemory], lengths: Sequence[int]) -> None:
+        limit = self._memory_options.host_limit
+        worst = max(range(len(held)), key=lambda rank: held[rank].host_peak)
+        if limit is None or held[worst].host_peak <= limit:
+            return
+        on_host = {kind: size for kind, size in held[worst].worst_on_host.on_host.items() if size > 0}
+        raise SlipstreamError(
+            f"memory.host_limit={limit:.6g} ({bytes_text(limit)}), but rank {worst} would have "
+            f"{bytes_text(held[worst].host_peak)} on its host, {bytes_text(held[worst].host_peak - limit)} too much "
+            f"(memory.host_limit={math.ceil(held[worst].host_peak)} would do), in the schedule "
+            f"{step.schedule.name!r}: {_parts(on_host)}. Try {_less_on_host(self._memory_options, on_host)}"
+            + _longest(lengths)
+        )
 
     def peak_memory_of_rows(self, schedule: Schedule, slices: Sequence[tuple[int, ...]]) -> list[float]:
         """Returns the bytes that every rank would hold in a step of rows in these slices, which was planned; raises
@@ -247,9 +265,28 @@ def _merged(tables: Sequence[MemoryTable]) -> MemoryTable:
     return replace(tables[0], **joined)
 
 
+def _parts(held: Mapping[Any, float]) -> str:
+    """Returns what takes how many bytes, the largest first."""
+    return ", ".join(f"{kind} {bytes_text(size)}" for kind, size in sorted(held.items(), key=lambda pair: -pair[1]))
+
+
+def _less_on_host(memory: Memory, on_host: Collection[MemoryKind]) -> str:
+    """Returns what to change so that less is on the host."""
+    changes = []
+    if MemoryKind.CONTEXT in on_host:
+        changes += ["memory.context_gradients='model'"] if memory.context_gradients == "wide" else []
+        changes.append("memory.context='device'")
+    if MemoryKind.ACTIVATIONS in on_host:
+        changes.append(f"memory.offload={memory.offload / 2:g}")
+    if MemoryKind.OPTIMIZER in on_host:
+        changes.append("memory.optimizer='device'")
+    if {MemoryKind.CONTEXT, MemoryKind.ACTIVATIONS} & {*on_host}:
+        changes.append("shorter sequences")
+    return f"{', '.join(changes[:-1])} or {changes[-1]}." if len(changes) > 1 else f"{changes[0]}."
+
+
 def _too_much(step: RehearsedStep, rank: int, held: RankMemory, limit: float) -> str:
     most = {str(kind): size for kind, size in held.worst.during.items() if size > 0} | {"tokens": _token_bytes(step)}
-    parts = ", ".join(f"{kind} {bytes_text(size)}" for kind, size in sorted(most.items(), key=lambda pair: -pair[1]))
     total = held.peak + _token_bytes(step)
     slices = ", ".join(str([*microbatch.slices]) for microbatch in step.microbatches)
     setting = "none" if step.layout.recompute is None else step.layout.recompute.setting
@@ -261,7 +298,7 @@ def _too_much(step: RehearsedStep, rank: int, held: RankMemory, limit: float) ->
     return (
         f"memory.limit={limit:.6g} ({bytes_text(limit)}), but rank {rank} would hold {bytes_text(total)}, "
         f"{bytes_text(total - limit)} too much (memory.limit={math.ceil(total)} would do), in the "
-        f"schedule {step.schedule.name!r} on slices {slices}: {parts}. Try {recompute_advice(setting, waits)}"
+        f"schedule {step.schedule.name!r} on slices {slices}: {_parts(most)}. Try {recompute_advice(setting, waits)}"
         "memory.offload=0.5, a larger memory.num_flushes, more slices or microbatches, or schedule='auto', which keeps "
         "to the limit where it can."
     )

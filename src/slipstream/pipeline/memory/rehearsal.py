@@ -35,6 +35,7 @@ from slipstream.schedule import (
 )
 from slipstream.simulator import Footprint, MemoryTable, StageSlice
 
+_HOST_COPIES = 4  # a weight that the optimizer updates, its gradient, and AdamW's two means
 ADAMW_STATES = 2  # AdamW's two running means per parameter, of gradients and of their squares
 
 
@@ -84,6 +85,8 @@ def rehearse(step: RehearsedStep, number: int = 0) -> MemoryTable:
         parameters={g: storage_bytes(tensors) + updated[g][0] for g, tensors in owned.items()},
         gradients={key: size for run in runs for key, size in run.gradients().items()},
         optimizer={g: ADAMW_STATES * size for g, (_, size) in updated.items()},
+        host_context={key: footprint for run in runs for key, footprint in run.host_context().items()},
+        host_optimizer={g: _HOST_COPIES * step.parameters.host_bytes_of(tensors) for g, tensors in owned.items()},
         kept_gradients=_kept_gradients(step.stages) if step.parameters.are_on_host else None,
     )
     return _with_divided_head(table, step)
@@ -124,6 +127,7 @@ class _Change(NamedTuple):
     context: int
     gradients: int
     peak: int  # above the bytes there before
+    on_host: Footprint  # the bytes of keys, values and their gradients there
     is_shared: bool  # a message from I that W works on too
 
 
@@ -154,6 +158,14 @@ class _Run:
                 leaves += self._looked_up(action)
                 footprints[self._unit(action), action.op] = Footprint(leaves, change.peak)
         return footprints
+
+    def host_context(self) -> dict[tuple[int, int, Op], Footprint]:
+        """Returns the bytes on the host that the second microbatch's actions leave and need, where there are any."""
+        return {
+            (action.stage, action.slice, action.op): change.on_host
+            for action, change in self.changes.items()
+            if action.microbatch == 1 and (change.on_host.leaves or change.on_host.peak)
+        }
 
     def first_peaks(self) -> dict[tuple[StageSlice, Op], float]:
         """Returns the peaks of the first microbatch's first backward, which makes the weight gradients."""
@@ -272,24 +284,30 @@ class _MemoryWatch:
     def before(self, action: Action, state: StepState) -> None:
         self._before = self._level(state)
         self._memory.restart_peak()
+        self._host_before = self._memory.host_peak
 
     def after(self, action: Action, state: StepState) -> None:
         if action.op not in RECEIVES:
             peak = self._memory.peak - self._before[0]
-            total, context, gradients = map(sub, self._level(state), self._before)
+            total, context, gradients, host = map(sub, self._level(state), self._before)
             if action.peer >= 0:
                 made = self.changes[producer := sent_result(action, self._schedule)]
                 self.changes[producer] = made._replace(total=made.total + total)
                 return
             factors = factors_of(state.weights.get(key_of(action), ()))
             is_shared = action.op is Op.I and not self._made.isdisjoint(storage_ids(factors))
-            self.changes[action] = _Change(total, context, gradients, peak, is_shared)
+            # What is moved to the host is counted by what leaves the device.
+            most = 0 if action.op in (Op.OFFLOAD, Op.RELOAD) else self._memory.host_peak - self._host_before
+            on_host = Footprint(host, max(most, host))
+            self.changes[action] = _Change(total, context, gradients, peak, on_host, is_shared)
 
-    def _level(self, state: StepState) -> tuple[int, int, int]:
-        """Returns the bytes that are alive, and how many of them are context and weight gradients."""
+    def _level(self, state: StepState) -> tuple[int, int, int, int]:
+        """Returns the bytes that are alive, how many of them are context and weight gradients, and those of keys,
+        values and their gradients on the host."""
         context = sum(store.num_bytes for store in state.stores.values())
+        on_host = sum(store.host_bytes for store in state.stores.values())
         gradients = storage_bytes(parameter.grad for parameter in self._parameters if parameter.grad is not None)
-        return self._memory.num_bytes, context, gradients
+        return self._memory.num_bytes, context, gradients, on_host
 
 
 @contextmanager

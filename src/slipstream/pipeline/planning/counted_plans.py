@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import accumulate, pairwise
+from math import inf
 
 from slipstream.cost import check_partition
 from slipstream.errors import SlipstreamError
@@ -265,6 +266,9 @@ class CountedPlans:
             return self._best(problem, given)
         usual = find_plan(usually)
         held = max(problem.account(usual.plan))
+        # The hosts have no room for it, which the first step says.
+        if held == inf:
+            return usual
         try:
             best = self._best(replace(problem, memory_limit=_MORE_MEMORY * held), given)
         except OutOfMemoryError:

@@ -43,6 +43,7 @@ from slipstream.planner.joint import (
     OutOfMemoryError,
 )
 from slipstream.planner.ragged import StageRates, fit_rates
+from slipstream.planner.room import first_within
 from slipstream.planner.search import Evaluation, GlobalBatch, evaluate
 from slipstream.profile import ProfileSettings, count_model, find_costs
 from slipstream.profile.cost_cache import CostCache
@@ -50,6 +51,7 @@ from slipstream.units import seconds_text
 
 _BUDGET = 60.0  # seconds of measuring, at most
 _REPEATS = 6  # runs of a point, at most
+_LESS = (0.9, 0.75, 0.5)  # shares of a plan's memory, where it has too much on a host
 # Peaks get this share of the counted bytes on top, for bytes that only a whole step has and single parts don't.
 _UNSEEN = 0.01
 
@@ -68,6 +70,7 @@ class StartRequest(ExpectedBatch):
         num_ranks: ranks of the pipeline.
         replicas: pipelines that share the batch.
         memory_limit: bytes of each rank. None: no limit.
+        host_limit: bytes of each rank's host. None: no limit.
         vocabulary: where the head's rows are, as in a `Plan`; OPEN: wherever is faster.
         parallel: how ranks share the work of a stage.
         context: where keys and values lie, on the "device" or the "host".
@@ -82,6 +85,7 @@ class StartRequest(ExpectedBatch):
     num_ranks: int
     replicas: int = 1
     memory_limit: float | None = None
+    host_limit: float | None = None
     vocabulary: str = "whole"
     parallel: Parallelism = Parallelism()
     context: str = "device"
@@ -116,10 +120,11 @@ class StartRequest(ExpectedBatch):
         batch = GlobalBatch(self.seq_len, self.replicas * rows)
         beside = held_beside(rows * self.seq_len)
         here = with_context_gradients(costs, self.context_gradients)
-        return evaluate(self.closed(plan, costs), here, batch, self.state, ANY_HOST, beside)
+        host = ANY_HOST if self.host_limit is None else ANY_HOST._replace(capacity=self.host_limit)
+        return evaluate(self.closed(plan, costs), here, batch, self.state, host, beside)
 
     def _peaks(self, costs: Costs, plan: Plan) -> list[float]:
-        return self.evaluate(costs, plan).peaks()
+        return self.evaluate(costs, plan).peaks_within_hosts()
 
     def problem(self, costs: Costs, longest: int) -> JointProblem:
         """Returns the search's problem, with costs of slices of up to `longest` tokens: shorter ones than were asked
@@ -223,13 +228,20 @@ def _plan(
         say(f"layers are planned whole: {why_layers_stay_whole(config, find_anatomy(config))}")
     problem = request.problem(costs, profile.longest_slice)
 
+    def within(limit: float) -> JointPlan | None:
+        with suppress(OutOfMemoryError):
+            return find_plan(replace(problem, memory_limit=min(limit, problem.memory_limit or inf)), told.searched)
+        return None
+
     def found() -> tuple[JointPlan, StageRates]:
         plan = find_plan(problem, told.searched)
-        room = request.device_memory
-        if room is not None and not request.evaluate(costs, plan.plan).fits(room):
-            limited = replace(problem, memory_limit=min(room, problem.memory_limit or inf))
-            with suppress(OutOfMemoryError):
-                plan = find_plan(limited, told.searched)
+        room = inf if request.device_memory is None else request.device_memory
+        step = request.evaluate(costs, plan.plan)
+        if not step.fits(room):
+            # A host has less where fewer microbatches are on their way, which hold less on devices too.
+            less = (share * max(step.peaks()) for share in _LESS) if request.host_limit is not None else ()
+            tries = [limit for limit in (room, *less) if limit < inf]
+            plan = first_within(tries, within, lambda found: request.evaluate(costs, found.plan).fits(room)) or plan
         plan = replace(plan, plan=request.closed(plan.plan, costs), costs=costs)
         of_stages = WithoutHead(costs) if plan.head == "spread" else costs
         return plan, request.fit_rates(of_stages, profile.longest_slice, plan.partition, plan.recompute)

@@ -169,6 +169,11 @@ def _least(searches: list[PlacementSearch]) -> _Least:
 def _nothing_fits(problem: JointProblem, least: _Least) -> OutOfMemoryError:
     most = max(least.bytes)
     recompute = least.search.problem.given.recompute
+    if most == inf:
+        return OutOfMemoryError(
+            f"nothing that was searched on {problem.num_ranks} ranks fits the hosts, not even one microbatch after the "
+            "other. Give a larger memory.host_limit, keep less on the host, or give more ranks or smaller microbatches."
+        )
     again = f", memory.recompute={recompute!r}" if recompute != "none" else ""
     return OutOfMemoryError(
         f"memory.limit={problem.memory_limit:.6g} bytes, but nothing that was searched fits on {problem.num_ranks} "

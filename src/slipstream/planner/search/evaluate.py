@@ -6,11 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import product
+from math import inf
 
 import numpy as np
 
 from slipstream.array_types import Floats
 from slipstream.cost import (
+    ANY_HOST,
     EXCHANGES,
     NOTHING_BESIDE,
     REPLAYED,
@@ -199,11 +201,14 @@ class Evaluation:
         """The bytes of its actions."""
         c = self.plan
         saved = c.recompute, self.update
+        host = self.host or ANY_HOST
         if self.cut.spreads_head:
             whole = StageParts.of_units(self.cut.bounds)
-            table = head_part_memory(self.cut.costs, whole, self.schedule, self.slices, *saved)
+            table = head_part_memory(self.cut.costs, whole, self.schedule, self.slices, *saved, host=host)
         else:
-            table = memory_table(self.cut.costs, self.cut.stages, self.schedule, self.slices, *saved, alike=self.alike)
+            table = memory_table(
+                self.cut.costs, self.cut.stages, self.schedule, self.slices, *saved, alike=self.alike, host=host
+            )
         return replace(table, header_bytes=self.beside.header)
 
     def fits(self, memory: float) -> bool:
@@ -213,12 +218,20 @@ class Evaluation:
 
     def host_peaks(self) -> list[float]:
         """Returns the most bytes that each rank has on its host."""
-        peaks: list[float] = (self.bytes.host_peaks() + state_on_host(self.cut, self.update)).tolist()
+        peaks: list[float] = self.bytes.host_peaks().tolist()
         return peaks
 
     def peaks(self) -> list[float]:
         """Returns the most bytes that each rank holds."""
         return [self.beside.added(float(peak)) for peak in self.bytes.rank_peaks()]
+
+    def peaks_within_hosts(self) -> list[float]:
+        """Returns the most bytes that each rank holds, infinite where its host has no room."""
+        peaks = self.peaks()
+        if self.host is None or self.host.capacity == inf:
+            return peaks
+        capacity = self.host.capacity
+        return [inf if away > capacity else peak for peak, away in zip(peaks, self.host_peaks(), strict=True)]
 
     @cached_property
     def bytes(self) -> OrderBytes:
@@ -297,7 +310,16 @@ class Evaluation:
 
     def memory(self) -> tuple[dict[MemoryKind, float], ...]:
         """Returns each rank's bytes by kind, at the moment of its peak, as the costs say them."""
-        return tuple(_by_kind(rank) for rank in self.bytes.memory())
+        return tuple(map(_by_kind, self._rank_memory))
+
+    def host_memory(self) -> tuple[dict[MemoryKind, float], ...]:
+        """Returns by kind what each rank has on its host at the moment of the host's peak."""
+        worst = (rank.worst_on_host.on_host for rank in self._rank_memory)
+        return tuple({kind: size for kind, size in on_host.items() if size} for on_host in worst)
+
+    @cached_property
+    def _rank_memory(self) -> tuple[RankMemory, ...]:
+        return self.bytes.memory()
 
 
 def _by_kind(memory: RankMemory) -> dict[MemoryKind, float]:

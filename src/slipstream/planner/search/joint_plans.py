@@ -156,8 +156,8 @@ def _vocabulary(space: PlanSpace, start: Plan) -> str:
 
 
 def _most_bytes(space: PlanSpace, start: Plan, found: Plan) -> list[float]:
-    """Returns the most bytes that each rank holds."""
-    return space.evaluate(_closed(start, found, found.recompute, start.offload)).peaks()
+    """Returns the most bytes that each rank holds, infinite where its host has no room."""
+    return space.evaluate(_closed(start, found, found.recompute, start.offload)).peaks_within_hosts()
 
 
 def _split(plan: JointPlan) -> JointPlan:

@@ -73,11 +73,12 @@ def explain_misfit(space: PlanSpace, num_meshes: int) -> SlipstreamError:
     """Returns the error for a search in which every configuration is too large."""
     candidates = [space.evaluate(plan) for plan in smallest_plans(space)]
     smallest = min(candidates, key=lambda candidate: max(candidate.peaks()))
-    peaks, away, host = smallest.peaks(), max(smallest.host_peaks()), space.source.host
+    peaks, away, host = smallest.peaks(), max(smallest.host_peaks()), space.host
     peak, room, has = max(peaks), space.memory, f"{bytes_text(space.memory)} that may be used of a device"
     where = f"on rank {peaks.index(peak)}"
     if peak <= room and host is not None:
-        peak, room, has = away, host.capacity, f"{bytes_text(host.capacity)} that a host has for each device"
+        has = "that may be used of a host for each device" if _limits_host(space) else "that a host has for each device"
+        peak, room, has = away, host.capacity, f"{bytes_text(host.capacity)} {has}"
         where = "on a host"
     larger = f"a device of which {bytes_text(_in_digits(max(peaks)))} may be used"
     if away and host is not None and away > host.capacity:
@@ -124,6 +125,9 @@ def _changes(space: PlanSpace) -> Iterator[str]:
             yield f"allow {choice}={best.choice(choice)}"
     if space.memory < source.memory and _fitting(options.changed(memory_limit=source.memory), space):
         yield f"allow all {bytes_text(source.memory)} of a device's memory"
+    if _limits_host(space) and _fitting(options.changed(host_memory_limit=None), space):
+        assert source.host is not None
+        yield f"allow all {bytes_text(source.host.capacity)} of a host's memory"
     for saving in SAVINGS if source.host is not None else ():
         away = tuple(filter(saving.copies, saving.if_asked)) if saving.choice not in options.allowed else ()
         if away and (best := _fitting(options.changed(**{saving.choice: away}), space)):
@@ -137,6 +141,12 @@ def _changes(space: PlanSpace) -> Iterator[str]:
         if _fitting(options, PlanSpace(source, length, space.global_batch, options)):
             yield f"sequences of {length} tokens"
         length //= 2
+
+
+def _limits_host(space: PlanSpace) -> bool:
+    """Returns whether a plan may use less of a host than there is."""
+    has, may_use = space.source.host, space.host
+    return has is not None and may_use is not None and may_use.capacity < has.capacity
 
 
 def _fitting(options: PlanOptions, space: PlanSpace) -> Plan | None:

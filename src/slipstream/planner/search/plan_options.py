@@ -13,6 +13,7 @@ from slipstream.planner.plan_fields import COUNTS, PLAN_FIELDS
 _LEAST_MEMORY = 1e6  # bytes; a smaller number was meant as gigabytes
 _NUM_SIMULATED = 200
 _NUM_BEST = 5
+_NUMBERS = "memory_limit", "host_memory_limit", "num_simulated", "num_best"
 
 
 @dataclass(frozen=True, init=False)
@@ -21,6 +22,7 @@ class PlanOptions:
 
     Args:
         memory_limit: bytes that may be used of a device. None: 95%.
+        host_memory_limit: bytes that may be used of a host for each of its devices. None: all.
         num_simulated: the most configurations that are simulated. None: 200.
         num_best: the most configurations that are reported. None: 5.
         choices: a value or several of each choice, by the names of the fields of `slipstream.Plan` up to `vocabulary`,
@@ -33,6 +35,7 @@ class PlanOptions:
     allowed: Mapping[str, tuple[Any, ...]]
     """The values of the choices that may not take every one."""
     memory_limit: float | None
+    host_memory_limit: float | None
     num_simulated: int
     num_best: int
 
@@ -40,18 +43,20 @@ class PlanOptions:
         self,
         *,
         memory_limit: float | None = None,
+        host_memory_limit: float | None = None,
         num_simulated: int | None = None,
         num_best: int | None = None,
         **choices: Any,
     ) -> None:
         for name in choices:
             if name not in CHOICES:
-                names = (*CHOICES, "memory_limit", "num_simulated", "num_best")
+                names = (*CHOICES, *_NUMBERS)
                 hint = did_you_mean(name, names)
                 raise SlipstreamError(f"there is no option {name!r}{hint} The options are {', '.join(names)}.")
         values = {
             "allowed": {name: _checked(name, value) for name, value in choices.items() if value is not None},
-            "memory_limit": None if memory_limit is None else _memory(memory_limit),
+            "memory_limit": _memory("memory_limit", memory_limit),
+            "host_memory_limit": _memory("host_memory_limit", host_memory_limit),
             "num_simulated": _NUM_SIMULATED if num_simulated is None else check_count("num_simulated", num_simulated),
             "num_best": _NUM_BEST if num_best is None else check_count("num_best", num_best),
         }
@@ -68,7 +73,7 @@ class PlanOptions:
 
     def changed(self, **options: Any) -> PlanOptions:
         """Returns the options with other values of some."""
-        numbers = {name: getattr(self, name) for name in ("memory_limit", "num_simulated", "num_best")}
+        numbers = {name: getattr(self, name) for name in _NUMBERS}
         return PlanOptions(**numbers | {**self.allowed} | options)
 
 
@@ -88,8 +93,10 @@ def check_count(name: str, value: Any) -> int:
     return int(value)
 
 
-def _memory(value: Any) -> float:
+def _memory(name: str, value: Any) -> float | None:
+    if value is None:
+        return None
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not value >= _LEAST_MEMORY:
         meant = f": type {value:g}e9 if gigabytes were meant" if isinstance(value, (int, float)) and value > 0 else ""
-        raise SlipstreamError(f"memory_limit={value!r} is implausible, it is in bytes{meant}.")
+        raise SlipstreamError(f"{name}={value!r} is implausible, it is in bytes{meant}.")
     return float(value)

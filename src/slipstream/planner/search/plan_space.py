@@ -65,13 +65,16 @@ class PlanSpace:
         self.source, self.seq_len, self.global_batch, self.options = source, seq_len, global_batch, options
         _check_known(source, options)
         self.memory = USABLE * source.memory if options.memory_limit is None else options.memory_limit
+        self.host = source.host
+        if self.host is not None and options.host_memory_limit is not None:
+            self.host = self.host._replace(capacity=options.host_memory_limit)
         self.costs, self._costs = cache(source.costs), cache(self._costs_with)
         self.choices = SliceChoices(source, seq_len, options, self.costs)
         self.longest = self.choices.longest
         self.alike, self._slowest = cache(self._first_alike), cache(self._find_slowest)
         self._partition, self._times = cache(self._compute_partition), cache(self._compute_times)
-        self._tails, self.sizes = cache(partial(tail_seconds, host=source.host)), cache(self._sizes)
-        self._gradients = cache(partial(reduction_seconds, host=source.host))
+        self._tails, self.sizes = cache(partial(tail_seconds, host=self.host)), cache(self._sizes)
+        self._gradients = cache(partial(reduction_seconds, host=self.host))
         self._whole = cache(self._whole_seconds)
         self._columns, self._work = cache(self._part_columns), cache(self._least_work)
         self._state, self._placed = cache(self._state_bytes), cache(self._place)
@@ -82,7 +85,7 @@ class PlanSpace:
     def contexts(self) -> tuple[str, ...]:
         """The places of keys and values that are searched one after the other: where they are on the host, nothing is
         faster, and much more fits."""
-        places = ("device", "host") if self.source.host else ("device",)
+        places = ("device", "host") if self.host else ("device",)
         return tuple(self.options.values("context", places))
 
     def with_context(self, place: str) -> PlanSpace:
@@ -182,7 +185,7 @@ class PlanSpace:
         return self._costs(plan.degrees, plan.microbatch_size, plan.context)
 
     def _costs_with(self, degrees: Degrees, size: int, context: str) -> Costs:
-        return with_context(self.costs(degrees, size), context, self.source.host)
+        return with_context(self.costs(degrees, size), context, self.host)
 
     def _place(
         self,
@@ -299,7 +302,7 @@ class PlanSpace:
             arrays=self.actions(plan, shape),
             find_times=partial(self._step_times, plan),
             update=self.update(plan),
-            host=self.source.host,
+            host=self.host,
             alike=self.alike,
             num_extrapolated=self.num_microbatches(plan) - shape.num_microbatches,
         )
@@ -333,7 +336,7 @@ class PlanSpace:
         state_bytes = sizes.weights + state.optimizer * sizes.optimized(update)
         if (bound.peaks(shape) + cut.per_rank(state_bytes)).max() > self.memory:
             return False
-        host = self.source.host
+        host = self.host
         if host is None:
             return True
         away = bound.away(shape) if plan.offload == 1 else 0.0
@@ -357,7 +360,7 @@ class PlanSpace:
             idle_fraction=evaluation.idle_fraction,
             seconds_by_cause=evaluation.causes,
             memory=evaluation.memory(),
-            host_memory=tuple(evaluation.host_peaks()),
+            host_memory=evaluation.host_memory(),
             memory_limit=self.memory,
             joint=self.found.get(plan),
         )

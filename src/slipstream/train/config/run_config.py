@@ -127,12 +127,13 @@ class Config(Record):
     @model_validator(mode="after")
     def _lengths_add_up(self) -> Self:
         self.runtime.refuse(["stall_limit"], "a run takes it as training.stall_limit.")
-        if self.memory.limit is not None and self.memory.limit < _LEAST_MEMORY:
-            limit = self.memory.limit
-            raise ValueError(
-                f"memory.limit={limit:g} is in bytes, too few to train any model; give "
-                f"--memory.limit={limit:g}e9 if gigabytes were meant"
-            )
+        for name in ("limit", "host_limit"):
+            limit = getattr(self.memory, name)
+            if limit is not None and limit < _LEAST_MEMORY:
+                raise ValueError(
+                    f"memory.{name}={limit:g} is in bytes, too few to train any model; give "
+                    f"--memory.{name}={limit:g}e9 if gigabytes were meant"
+                )
         if self.training.bad_numbers == "rollback" and not self.checkpoint.every:
             raise ValueError(
                 "training.bad_numbers=rollback needs checkpoints to go back to; give --checkpoint.every=100, or skip"

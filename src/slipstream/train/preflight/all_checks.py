@@ -12,6 +12,7 @@ from slipstream.train.folder_lock import FolderLock
 from slipstream.train.metrics import check_trackers
 from slipstream.train.model_files import ModelFiles
 from slipstream.train.preflight.folder_check import check_place, check_run_folder
+from slipstream.train.preflight.host_check import check_hosts
 from slipstream.train.preflight.memory_check import check_memory
 from slipstream.train.preflight.model_checks import check_model
 from slipstream.train.preflight.optimizer_check import check_optimizer
@@ -46,6 +47,7 @@ def preflight(config: Config, progress: Progress) -> RunInputs:
     check_model(config, files, progress)
     check_optimizer(config, model_config)
     check_memory(config, model_config)
+    check_hosts(config, model_config)
     check_smaller_meshes(config, model_config)
     text = prepare_text(config, files, progress)
     check_sample(config.sample, text.tokenizer, model_config, progress)

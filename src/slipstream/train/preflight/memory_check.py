@@ -11,7 +11,15 @@ from typing import Any
 
 from torch import Tensor
 
-from slipstream.cost import ANY_HOST, CountedOperations, ModelCount, StateBytes, with_context_gradients, with_exchange
+from slipstream.cost import (
+    ANY_HOST,
+    SOME_GPUS_HOST,
+    CountedOperations,
+    ModelCount,
+    StateBytes,
+    with_context_gradients,
+    with_exchange,
+)
 from slipstream.errors import SlipstreamError
 from slipstream.model import expert_modules, meta_model, recompute_advice, torch_dtype
 from slipstream.pipeline import held_beside
@@ -20,6 +28,7 @@ from slipstream.planner.search import Evaluation, GlobalBatch, balanced_layers, 
 from slipstream.profile import count_model
 from slipstream.schedule import SCHEDULES, USUAL_SCHEDULE, USUAL_SLICES, Schedule, slice_lengths
 from slipstream.train.config import Config, named_schedule, precision_named
+from slipstream.train.device_choice import choose_device_type
 from slipstream.train.preflight.model_checks import trained_weights
 from slipstream.train.training_step import compute_dtype
 from slipstream.units import bytes_text
@@ -130,6 +139,8 @@ def check_memory(config: Config, model_config: Any) -> None:
 
 
 Account = Callable[..., float]
+# What counting a model, or evaluating a plan, may raise
+UNCOUNTABLE = SlipstreamError, ValueError, NotImplementedError
 
 
 def memory_account(config: Config, model_config: Any) -> Account | None:
@@ -139,20 +150,31 @@ def memory_account(config: Config, model_config: Any) -> Account | None:
     Activations are those of the longest sequences, attention that of a fused kernel; an order that is open is taken
     for 1f1b with 8 slices.
     """
+    evaluate_with = step_account(config, model_config)
+
+    def account(**changes: Any) -> float:
+        return max(evaluate_with(**changes).peaks())
+
+    with suppress(*UNCOUNTABLE):
+        account()
+        return account
+    return None
+
+
+def step_account(config: Config, model_config: Any) -> Callable[..., Evaluation]:
+    """Returns a function of changes, named as in `memory_account`, that returns what the run's step takes and holds
+    with them. It raises one of `UNCOUNTABLE` where the model can't be counted, or the planner knows no such plan."""
     dtype = compute_dtype(config)
     trained = trained_weights(config, model_config)
     counts: dict[int, ModelCount] = {}
 
-    def account(**changes: Any) -> float:
+    def evaluate_with(**changes: Any) -> Evaluation:
         length = changes.get("seq_len", config.training.seq_len)
         if length not in counts:
             counts[length] = count_model(model_config, length, dtype, trained, config.runtime.fused)
-        return max(_evaluate(config, counts[length], length, changes).peaks())
+        return _evaluate(config, counts[length], length, changes)
 
-    with suppress(SlipstreamError, ValueError, NotImplementedError):
-        account()
-        return account
-    return None
+    return evaluate_with
 
 
 def simulated_ratio(before: Config, now: Config, model_config: Any) -> float | None:
@@ -164,7 +186,7 @@ def simulated_ratio(before: Config, now: Config, model_config: Any) -> float | N
     if before.parallel.degrees != now.parallel.degrees:
         return None
     length = now.training.seq_len
-    with suppress(SlipstreamError, ValueError, NotImplementedError):
+    with suppress(*UNCOUNTABLE):
         count = count_model(model_config, length, compute_dtype(now), trained_weights(now, model_config))
         first, second = (_evaluate(settings, count, length, {}).seconds for settings in (before, now))
         return second / first
@@ -188,7 +210,8 @@ def _evaluate(config: Config, count: ModelCount, length: int, changes: dict[str,
     rows = plan.num_microbatches * plan.microbatch_size
     batch = GlobalBatch(length, plan.data_parallel * rows)
     state = StateBytes.of(count.dtype)
-    return evaluate(plan, costs, batch, state, ANY_HOST, held_beside(rows * length))
+    host = SOME_GPUS_HOST if choose_device_type(config) == "cuda" else ANY_HOST
+    return evaluate(plan, costs, batch, state, host, held_beside(rows * length))
 
 
 def _run_plan(config: Config, length: int, changes: dict[str, Any]) -> Plan:

@@ -8,6 +8,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.launch import has_launcher
 from slipstream.train.config import Config
 from slipstream.train.elastic_mesh import mesh_of_processes
+from slipstream.train.preflight.host_check import check_hosts
 from slipstream.train.preflight.memory_check import check_memory, memory_account
 from slipstream.units import bytes_text
 
@@ -45,6 +46,7 @@ def check_smaller_meshes(config: Config, model_config: Any) -> None:
 def _check_as_smaller(mesh: Config, config: Config, model_config: Any) -> None:
     """Raises SlipstreamError where a run of the configuration couldn't go on with a smaller mesh."""
     check_memory(mesh, model_config)
+    check_hosts(mesh, model_config)
     rows = config.training.batch_size
     replicas = mesh.parallel.data
     divides = config.data.packing == "fixed" and rows % (replicas * mesh.pipeline.num_microbatches) == 0
