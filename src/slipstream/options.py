@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from math import lcm, prod
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
@@ -90,10 +91,11 @@ class Memory(Record):
     """The share of each rank's slices, those that wait longest, whose activations are in host memory between forward
     and backward: pinned memory with a GPU, else a file. Keys and values stay. With `recompute: full` and microbatches
     of one slice of a causal LM, also the share of each stage's layers, the first, whose inputs are there."""
-    context: Literal["device", "host"] = "device"
+    context: Literal["device", "host"] | Annotated[float, Field(ge=0, le=1)] = "device"
     """Where the keys and values of a microbatch's slices lie, with their gradients: on the `device`, or on the `host`,
     pinned memory with a GPU, else files. A slice then attends to those of one earlier slice after the other, and the
-    next one's are on their way meanwhile."""
+    next one's are on their way meanwhile. A number: the share of each sequence's tokens, the first in whole slices,
+    whose keys and values are on the host."""
     context_gradients: Literal["wide", "model"] = "wide"
     """In what type the gradients of keys and values are summed over the slices that attend to them, wherever they lie:
     `wide` is float32, or float64 where these are; `model` that of the keys and values themselves. In 16 bits it takes
@@ -128,6 +130,23 @@ class Memory(Record):
     def is_limited(self) -> bool:
         """Whether a step may hold too much, on a rank or on its host."""
         return self.limit is not None or (self.host_limit is not None and self.uses_host)
+
+
+def host_share(context: str | float) -> float:
+    """Returns the share of keys and values that `memory.context` puts on the host."""
+    return float(context == "host") if isinstance(context, str) else float(context)
+
+
+def tokens_on_host(slices: Sequence[int], share: float) -> int:
+    """Returns the number of a sequence's first tokens whose keys and values are on the host: those of the fewest whole
+    slices that have a share of all tokens.
+
+    Args:
+        slices: tokens of each.
+        share: from 0 to 1.
+    """
+    least = round(share * sum(slices))
+    return next(end for end in accumulate(slices, initial=0) if end >= least)
 
 
 class Parallelism(Record):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ from slipstream.attention.masked_math import MaskedMath
 from slipstream.attention.masks import RegularMask
 from slipstream.errors import SlipstreamError
 from slipstream.keyed_draws import PlaceSeed
+from slipstream.options import tokens_on_host
 from support.attention import distance, make_case
 from support.examples import examples
 from support.parameters import each_once
@@ -108,11 +110,16 @@ class TestExact:
             assert distance(case.sliced(), case.reference()) < 1e-12
 
     @examples(150)
-    @given(cases(), st.none() | st.floats(0.5, 20.0))
-    def test_blocks_on_the_host_equal_plain_attention(self, case: dict[str, Any], softcap: float | None) -> None:
-        """By the kernel's parts, or with a soft cap by formulas: block after block, each with its sums."""
+    @given(cases(), st.none() | st.floats(0.5, 20.0), st.none() | st.floats(0, 1))
+    def test_blocks_on_the_host_equal_plain_attention(
+        self, case: dict[str, Any], softcap: float | None, share: float | None
+    ) -> None:
+        """By the kernel's parts, or with a soft cap by formulas: block after block, each with its sums; all of them, or
+        a share beside buffers on the device."""
         case = make_case(**case, **({} if softcap is None else {"softcap": softcap}))
-        store = ContextStore(case.query.shape[2], context_on_host(torch.device("cpu")))
+        slices = [after - before for before, after in pairwise(case.cuts)]
+        num_on_host = None if share is None else tokens_on_host(slices, share)
+        store = ContextStore(sum(slices), context_on_host(torch.device("cpu")), num_on_host=num_on_host)
         assert distance(case.sliced(store), case.reference()) < 1e-12
         assert store.host_bytes == 0
 

@@ -13,7 +13,7 @@ from slipstream import SlipstreamError
 from slipstream.cost import ContextOnHost, CountedCosts, CountedSource, HostMemorySpec, ModelCount, Work, load_cluster
 from slipstream.cost.costs import Costs
 from slipstream.planner.find_plan import find_plan
-from slipstream.planner.plan import ONE_DEVICE
+from slipstream.planner.plan import ONE_DEVICE, Plan
 from slipstream.planner.search import ClusterProblem, PlanOptions, PlanSpace
 from slipstream.profile import count_model
 from slipstream.schedule import Op
@@ -115,6 +115,38 @@ def test_a_plan_keeps_the_context_on_the_host_where_nothing_else_fits() -> None:
     assert report.best.plan.dump()["memory"]["context"] == "host"
     with pytest.raises(SlipstreamError, match="nothing fits"):
         find_plan(replace(problem, options=options.changed(context="device")))
+
+
+def test_a_share_of_the_context_may_be_asked_for() -> None:
+    """A plan with half of it on the host holds less than without and takes less of the host than with all of it, and is
+    written and read as it is."""
+    whole = source()
+    options = PlanOptions(pipeline_parallel=1, tensor_parallel=1, recompute="stage", context=("host", 0.5, "device"))
+    space = PlanSpace(whole, SEQ_LEN, 8, options)
+    assert space.contexts == ("device", 0.5, "host")
+    by_place = {place: space.with_context(place) for place in space.contexts}
+    plan = next(plan for _, size, plan in by_place["device"].bounded() if size < np.inf and plan.num_slices > 2)
+    device, half, host = (by_place[place].evaluate(replace(plan, context=place)) for place in space.contexts)
+    assert max(host.peaks()) < max(half.peaks()) < max(device.peaks())
+    assert max(device.host_peaks()) == 0 < max(half.host_peaks()) < max(host.host_peaks())
+    assert device.seconds <= half.seconds <= host.seconds
+    share = find_plan(ClusterProblem(whole, SEQ_LEN, 8, options.changed(context=0.5))).best.plan
+    assert "context on the host (50%)" in share.describe()
+    assert share.dump()["memory"]["context"] == 0.5
+    assert Plan.load(share.dump()).context == 0.5
+
+
+def test_a_share_copies_what_comes_first() -> None:
+    """Of 1024 tokens with half on the host a slice at 768 brings 512, and one at 256 its own and the 256 before; of
+    what is on the device nothing is brought."""
+    costs, slow = attention_rate(), replace_bandwidth(1e6)
+    lengths, contexts = np.array([64, 64]), np.array([256, 768])
+    keys, sums = costs.each_context, costs.each_context_gradient
+    has_keys = keys > 0
+    seconds = ContextOnHost(costs, slow, 0.5, 1024).each_seconds(Work(Op.I, lengths, contexts))
+    alone = costs.each_seconds(Work(Op.I, lengths, 0 * contexts))
+    moved = np.outer(keys + 2 * sums, [256, 512]) + np.outer(keys + sums, [64, 0])
+    np.testing.assert_allclose(seconds[has_keys], (alone + moved / slow.bandwidth)[has_keys])
 
 
 def test_a_full_host_is_no_room() -> None:

@@ -5,6 +5,8 @@ sums of a block's gradients come and go with it:
 
     device      own | block 2 | block 1 | block 0        outputs are merged by their log-sum-exps
     host        ....... block 2, block 1, block 0
+
+Where a share is on the host, it has the oldest slices, and the device the others in buffers, which are one block.
 """
 
 from __future__ import annotations
@@ -29,21 +31,32 @@ class KeyBlock(NamedTuple):
     sums: tuple[Tensor, ...] = ()  # sums of both gradients; empty in a forward
 
 
-def context_on_host(device: torch.device) -> HostMemory:
-    """Returns the host's memory for keys and values of a model on a device. On CPUs freed memory is returned to the
-    system from then on, as what is saved would else stay with the process."""
+class HostContext(NamedTuple):
+    """A place on the host for keys and values."""
+
+    memory: HostMemory
+    share: float = 1.0  # of each sequence's tokens, the first, above 0
+
+
+def context_on_host(device: torch.device, share: float = 1.0) -> HostContext | None:
+    """Returns the place for a share of the keys and values of a model on a device; None where the share is 0. On CPUs
+    freed memory is returned to the system from then on, as what is saved would else stay with the process."""
+    if not share:
+        return None
     if device.type == "cpu":
         return_freed_memory()
-    return host_memory(device, Tenant("memory.context=host", "keys, values and states", "shorten the sequence"))
+    setting = f"memory.context={'host' if share == 1 else f'{share:g}'}"
+    tenant = Tenant(setting, "keys, values and states", "shorten the sequence")
+    return HostContext(host_memory(device, tenant), share)
 
 
 class HostBlock:
     """One slice's keys and values on the host, with the sums of their gradients once there are any."""
 
-    def __init__(self, host: HostMemory, key: Tensor, value: Tensor, sums: torch.dtype) -> None:
-        """`sums` is the type in which gradients will be summed."""
+    def __init__(self, host: HostMemory, key: Tensor, value: Tensor, least_sums: torch.dtype) -> None:
+        """`least_sums` is the type that gradients are summed in, unless that of the keys is wider."""
         self._host = host
-        self._type = sums
+        self._type = torch.promote_types(key.dtype, least_sums)
         self._keys = host.keep((key, value))
         self._sums: HostTensors | None = None
 
@@ -75,19 +88,52 @@ class HostBlock:
         return self._keys.num_bytes + (0 if self._sums is None else self._sums.num_bytes)
 
 
-def streamed(blocks: Sequence[tuple[int, HostBlock, KeyRanges]], with_sums: bool) -> Iterator[KeyBlock]:
+class DeviceBlock:
+    """The keys and values of the last slices, which stay on the device, with the sums of their gradients."""
+
+    def __init__(self, buffers: list[Tensor], least_sums: torch.dtype) -> None:
+        """`buffers` are those of key and value, to which those of the sums are added."""
+        self._buffers = buffers
+        self._type = torch.promote_types(buffers[0].dtype, least_sums)
+
+    def begin(self, with_sums: bool) -> None:
+        """See `HostBlock`."""
+        if with_sums and len(self._buffers) == 2:
+            self._buffers += [torch.zeros_like(buffer, dtype=self._type) for buffer in self._buffers]
+
+    def keys(self) -> list[Tensor]:
+        """See `HostBlock`."""
+        return self._buffers[:2]
+
+    def sums(self) -> list[Tensor]:
+        """See `HostBlock`."""
+        return self._buffers[2:]
+
+    def put_back(self) -> None:
+        """See `HostBlock`."""
+
+
+class SeenBlock(NamedTuple):
+    """A block of which queries see some keys."""
+
+    start: int  # place of its first key
+    block: HostBlock | DeviceBlock
+    ranges: KeyRanges  # the keys visible to each query, with places counted from `start`
+
+
+def streamed(blocks: Sequence[SeenBlock], with_sums: bool) -> Iterator[KeyBlock]:
     """Yields what queries see of blocks, on the device, the next block on its way; the sums of all but the first return
     to the host once they were added to.
 
     Args:
-        blocks: the first token of each, the block, and which of its keys each query sees, counted from that token.
+        blocks: that with the queries' own keys, and then the others.
         with_sums: whether gradients are added up.
     """
-    for _, block, _ in blocks[:1]:
-        block.begin(with_sums)
+    for seen_block in blocks[:1]:
+        seen_block.block.begin(with_sums)
     for index, (start, block, ranges) in enumerate(blocks):
         if index + 1 < len(blocks):
-            blocks[index + 1][1].begin(with_sums)
+            blocks[index + 1].block.begin(with_sums)
         seen = ranges.first, ranges.keys_end - ranges.first
         sums = block.sums() if with_sums else []
         key, value, *sums = (tensor.narrow(2, *seen) for tensor in (*block.keys(), *sums))

@@ -223,9 +223,9 @@ class KeyRanges:
         first_key = (self.first_key - begin).clamp_(min=0, max=num_keys)
         return _placed(first_key.numpy().tobytes(), self.num_rows, start, num_keys)
 
-    def own(self, each: Tensor) -> Tensor:
-        """Returns the slice's part of a buffer of the whole sequence, (B, heads, L, D)."""
-        return each.narrow(2, self.start, self.end - self.start)
+    def own(self, each: Tensor, begin: int = 0) -> Tensor:
+        """Returns the slice's part of a buffer of the sequence from the token `begin` on, (B, heads, L - begin, D)."""
+        return each.narrow(2, self.start - begin, self.end - self.start)
 
     def seen(self, each: Tensor) -> Tensor:
         """Returns the part of such a buffer that any query sees."""

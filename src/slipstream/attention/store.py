@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from slipstream.attention.key_blocks import HostBlock, KeyBlock, streamed
+from slipstream.attention.key_blocks import DeviceBlock, HostBlock, HostContext, KeyBlock, SeenBlock, streamed
 from slipstream.attention.masks import KeyRanges
 from slipstream.autograd_calls import begin_graph, with_backward
 from slipstream.errors import SlipstreamError
@@ -40,10 +40,11 @@ class StoredSlice:
 
 @dataclass
 class _CallBuffers:
-    """The buffers of one attention call, or its blocks on the host, and the state of each slice of it."""
+    """The buffers of one attention call, its blocks on the host, and the state of each slice of it."""
 
-    buffers: list[Tensor]  # key (B, Hkv, L, D) and value (B, Hkv, L, Dv); in a backward also their gradients
-    blocks: dict[int, HostBlock] = field(default_factory=dict)  # on the host in place of buffers, by first token
+    # key (B, Hkv, L', D) and value (B, Hkv, L', Dv) of the last tokens; in a backward also their gradients
+    buffers: list[Tensor]
+    blocks: dict[int, HostBlock] = field(default_factory=dict)  # those of the first tokens, by first token
     slices: dict[int, StoredSlice] = field(default_factory=dict)  # slices by their first token
     num_done: int = 0  # tokens of slices with a finished backward
 
@@ -62,18 +63,26 @@ class ContextStore:
         length: tokens of the whole sequence.
         host: where keys, values and their gradients lie instead, a block for each slice. None: on the device.
         has_wide_sums: whether gradients are summed in float32 or wider, and not in the type of keys and values.
+        num_on_host: the first tokens of which they lie there, whole slices. None: all.
     """
 
-    def __init__(self, length: int, host: HostMemory | None = None, has_wide_sums: bool = True) -> None:
+    def __init__(
+        self,
+        length: int,
+        host: HostContext | None = None,
+        has_wide_sums: bool = True,
+        num_on_host: int | None = None,
+    ) -> None:
         self.length = length
-        self._host = host
+        self._host = None if host is None else host.memory
+        self._first_here = 0 if host is None else length if num_on_host is None else num_on_host
         # The least type of sums: a type that is promoted by a bool stays as it is.
         self._least_sums = torch.float32 if has_wide_sums else torch.bool
         self._contexts: dict[Hashable, _CallBuffers] = {}
         # by call, in the order of their first use and including freed ones: the keys [first, end) that each slice read
         self.reads: dict[Hashable, list[tuple[int, int]]] = {}
         self.shared: SharedState | None = None  # an object of the code that runs the slices
-        self.carried = CarriedStates(host)
+        self.carried = CarriedStates(self._host, self._first_here)
         self.is_replaying = False
         self.is_repeated = False  # True in a forward whose graph is dropped, as a replay makes that of the backward
         self.makes_graph = True  # False in a replay after which the forward's graph is that of the backward
@@ -168,28 +177,60 @@ class ContextStore:
             keys, values = self.write(call, key, value, ranges)
             return iter((KeyBlock(queries, 0, queries.seen(keys), queries.seen(values)),))
         context = self._written_slice(call, ranges)
-        if ranges.start not in context.blocks:
-            sums = torch.promote_types(key.dtype, self._least_sums)
-            context.blocks[ranges.start] = HostBlock(self._host, key, value, sums)
-        return streamed(_seen_blocks(context, ranges, queries), with_sums=False)
+        self._keep(context, key, value, ranges)
+        return streamed(self._seen_blocks(context, ranges, queries), with_sums=False)
 
     def write(self, call: Hashable, key: Tensor, value: Tensor, ranges: KeyRanges) -> tuple[Tensor, Tensor]:
-        """Writes a slice's key (B,Hkv,T,D) and value (B,Hkv,T,Dv) to the device; returns the buffers of the whole
-        sequence."""
+        """Writes a slice's key (B,Hkv,T,D) and value (B,Hkv,T,Dv); returns buffers of the whole sequence on the device,
+        which are copies where some of it lies on the host."""
         context = self._written_slice(call, ranges)
-        # A replay needs new ones where its buffers were dropped.
+        self._keep(context, key, value, ranges)
+        if self._host is None:
+            return context.buffers[0], context.buffers[1]
+        whole = _buffer(key, self.length), _buffer(value, self.length)
+        for start, block in context.blocks.items():
+            block.begin(with_sums=False)
+            for buffer, part in zip(whole, block.keys(), strict=True):
+                buffer.narrow(2, start, part.shape[2]).copy_(part)
+            block.put_back()
+        for buffer, part in zip(whole, context.buffers, strict=False):
+            buffer.narrow(2, self._first_here, part.shape[2]).copy_(part)
+        return whole
+
+    def _keep(self, context: _CallBuffers, key: Tensor, value: Tensor, ranges: KeyRanges) -> None:
+        """Puts a slice's keys and values where they lie. The first slice makes the buffers on the device."""
+        # A replay needs new ones where they were dropped.
         is_new = not context.buffers
-        if is_new:
-            context.buffers = [_buffer(part, self.length) for part in (key, value)]
-        if is_new or not self.is_replaying:
+        if is_new and self._first_here < self.length:
+            context.buffers = [_buffer(part, self.length - self._first_here) for part in (key, value)]
+        if ranges.start < self._first_here:
+            assert self._host is not None
+            if ranges.start not in context.blocks:
+                context.blocks[ranges.start] = HostBlock(self._host, key, value, self._least_sums)
+        elif is_new or not self.is_replaying:
             for buffer, part in zip(context.buffers[:2], (key, value), strict=True):
-                ranges.own(buffer).copy_(part)
-        return context.buffers[0], context.buffers[1]
+                ranges.own(buffer, self._first_here).copy_(part)
+
+    def _seen_blocks(self, context: _CallBuffers, ranges: KeyRanges, queries: KeyRanges) -> list[SeenBlock]:
+        """Returns the blocks of which queries of a slice see some keys: that with the slice's own, and then the latest
+        first, which a backward needs again first."""
+        seen = list[SeenBlock]()
+        if ranges.start >= self._first_here:
+            # All that the device has is one block.
+            here = queries.among(self._first_here, queries.end)
+            assert here is not None, "a query sees its own key"
+            seen.append(SeenBlock(self._first_here, DeviceBlock(context.buffers, self._least_sums), here))
+        for start in sorted((start for start in context.blocks if start <= ranges.start), reverse=True):
+            end = queries.end if start == ranges.start else context.slices[start].end
+            keys = queries.among(start, end)
+            if keys is not None:
+                seen.append(SeenBlock(start, context.blocks[start], keys))
+        return seen
 
     def check_on_device(self, what: str) -> None:
         """Raises SlipstreamError where keys and values lie on the host, which `what` can't use."""
         if self._host is not None:
-            raise SlipstreamError(f"memory.context=host with {what}: give memory.context=device.")
+            raise SlipstreamError(f"memory.context isn't device, with {what}: give memory.context=device.")
 
     def _written_slice(self, call: Hashable, ranges: KeyRanges) -> _CallBuffers:
         """Notes that a slice is written, and returns the buffers of its call; all other keys that it sees must be."""
@@ -232,7 +273,7 @@ class ContextStore:
                     "attends to it: run the slices of a microbatch in reverse order"
                 )
         if self._host is not None:
-            return streamed(_seen_blocks(context, ranges, queries), with_sums=True)
+            return streamed(self._seen_blocks(context, ranges, queries), with_sums=True)
         if len(context.buffers) == 2:
             dtype = torch.promote_types(context.buffers[0].dtype, self._least_sums)
             context.buffers += [torch.zeros_like(buffer, dtype=dtype) for buffer in context.buffers]
@@ -251,8 +292,8 @@ class ContextStore:
             context.num_done += ranges.end - ranges.start
         if context.num_done == self.length:
             del self._contexts[call]
-        if self._host is None:
-            return [ranges.own(total) for total in context.buffers[2:]]
+        if ranges.start >= self._first_here:
+            return [ranges.own(total, self._first_here) for total in context.buffers[2:]]
         return context.blocks.pop(ranges.start).sums()
 
     def _check_present(self, call: Hashable, context: _CallBuffers, ranges: KeyRanges) -> None:
@@ -265,22 +306,6 @@ class ContextStore:
                 f"{_name(call, ranges)} attends to the keys from {ranges.first} on, but {position} isn't "
                 "written yet: first run the slices that it attends to"
             )
-
-
-def _seen_blocks(
-    context: _CallBuffers, ranges: KeyRanges, queries: KeyRanges
-) -> list[tuple[int, HostBlock, KeyRanges]]:
-    """Returns the first token of each block of which queries of a slice see some keys, the block, and which keys they
-    see: the slice's own, and then the latest first, which a backward needs again first."""
-    own = queries.among(ranges.start, queries.end)
-    assert own is not None, "a query sees its own key"
-    seen = [(ranges.start, context.blocks[ranges.start], own)]
-    earlier = sorted((start for start in context.blocks if start < ranges.start), reverse=True)
-    for start in earlier:
-        keys = queries.among(start, context.slices[start].end)
-        if keys is not None:
-            seen.append((start, context.blocks[start], keys))
-    return seen
 
 
 def _buffer(part: Tensor, length: int) -> Tensor:
@@ -325,11 +350,13 @@ class CarriedStates:
         backward  slice 0 <-dS-- slice 1 <-dS-- slice 2     final when the next slice's backward has run (rule 2)
 
     Each is kept by its carrier (`call`) and by the first token that is computed from it. A replay reads what the
-    forward read, so a value stays until the backward of its reader: on the device, or on the `host`.
+    forward read, so a value stays until the backward of its reader: on the device, or on the `host`, where it was left
+    by slices of the first `num_on_host` tokens.
     """
 
-    def __init__(self, host: HostMemory | None = None) -> None:
+    def __init__(self, host: HostMemory | None = None, num_on_host: int = 0) -> None:
         self._host = host
+        self._num_on_host = num_on_host
         self._states: dict[tuple[Hashable, int], _State] = {}
         self.keeps_read = False  # True: kept in a backward too, for layers to read again
 
@@ -367,7 +394,7 @@ class CarriedStates:
 
     def keep(self, call: Hashable, token: int, value: Tensor, has_gradient: bool) -> None:
         """Keeps the state with which the slice from `token` on begins."""
-        held = value if self._host is None else self._host.keep([value])
+        held = value if self._host is None or token > self._num_on_host else self._host.keep([value])
         self._states[call, token] = _State(held, has_gradient)
 
     def leave(

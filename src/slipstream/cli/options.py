@@ -145,6 +145,14 @@ def _number(
     return Option(help=text, parser=parse, metavar=metavar)
 
 
+def name_or_number(text: str) -> str | float:
+    """Returns the number that a text is, else the text."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
 def listed(kind: Callable[[str], Any], **texts: str | None) -> dict[str, list[Any]]:
     """Returns the values, by option, of the lists separated by commas that are given."""
     values: dict[str, list[Any]] = {}

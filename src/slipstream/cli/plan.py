@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
-from slipstream.cli.options import Overwrite, above_zero, check_new_file, count, listed
+from slipstream.cli.options import Overwrite, above_zero, check_new_file, count, listed, name_or_number
 from slipstream.errors import SlipstreamError
 from slipstream.terminal import make_console, print_table, spinner
 
@@ -70,7 +70,9 @@ def plan(
     slicing: Annotated[_List, _choices("Where slices are cut: equal-time, exact, auto")] = None,
     recompute: Annotated[_List, _choices("Recomputation: none, selective, full, stage, stage+full")] = None,
     offload: Annotated[_List, _choices("Share of slices whose activations go to host memory, 0 to 1")] = None,
-    context: Annotated[_List, _choices("Where keys and values lie: on the device, or on the host")] = None,
+    context: Annotated[
+        _List, _choices("Where keys and values lie: device, host, or a share on the host, 0 to 1")
+    ] = None,
     optimizer: Annotated[_List, _choices("Where the optimizer runs, with its state: device (default), host")] = None,
     vocabulary: Annotated[_List, _choices("The head's rows: whole, or spread over the ranks of a pipeline")] = None,
     shard: Annotated[_List, _choices("What is sharded over the pipelines: none, optimizer, parameters")] = None,
@@ -113,7 +115,8 @@ def plan(
         **listed(int, context_parallel=context_parallel, expert_parallel=expert_parallel),
         **listed(int, microbatch_size=microbatch_size, num_slices=num_slices),
         **listed(str, schedule=schedule, slicing=slicing, recompute=recompute, shard=shard, vocabulary=vocabulary),
-        **listed(str, context=context, optimizer=optimizer),
+        **listed(str, optimizer=optimizer),
+        **listed(name_or_number, context=context),
         **listed(float, offload=offload),
     }
     if longest and seq_len is not None:

@@ -185,12 +185,18 @@ class Costs(ABC):
 
     @property
     def host_context(self) -> Costs | None:
-        """The costs that say how large the keys and values are that lie on the host. None: all are on the device."""
+        """The costs that say how large the keys and values are where some lie on the host. None: all are on the
+        device."""
         return None
 
     def on_host(self, sizes: Any) -> Any:
         """Returns the bytes that tensors of these sizes take on the host."""
         return sizes
+
+    @property
+    def host_share(self) -> float:
+        """The share of keys and values on the host, those of each sequence's first slices."""
+        return 0.0
 
     @cached_property
     def each_number(self) -> Numbers:

@@ -10,12 +10,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from slipstream.array_types import Floats
+from slipstream.array_types import Floats, Ints
 from slipstream.cost.costs import Costs
 from slipstream.cost.host_memory import ANY_HOST, HostMemorySpec
 from slipstream.cost.mode import WithoutLookups
 from slipstream.cost.update import Update
 from slipstream.cost.work import BY_LAYER, Stage, StageParts
+from slipstream.options import tokens_on_host
 from slipstream.schedule import Op, Schedule
 from slipstream.simulator import Footprint, MemoryTable, StageSlice
 
@@ -68,6 +69,7 @@ def memory_table(
     state = update.held
     # No other slice reads the keys and values of a layer that makes them again.
     is_lone = recompute in BY_LAYER and len(slices) == 1
+    keyed, num_here = costs.host_context or costs, length - tokens_on_host(slices, costs.host_share)
     places = dict[Stage, int]()
     like = [places.setdefault(alike(stage), g) for g, stage in enumerate(stages)]
 
@@ -78,7 +80,7 @@ def memory_table(
     footprints = {
         (StageSlice(g, *how), op): footprint
         for g in places.values()
-        for how, of_slice in _footprints(costs, recompute, slices, schedule.ops, stages[g]).items()
+        for how, of_slice in _footprints(costs, recompute, slices, schedule.ops, stages[g], num_here).items()
         for op, footprint in of_slice.items()
     }
     made = per_stage(lambda stage: state.gradients * costs.num_trained(stage))
@@ -93,8 +95,8 @@ def memory_table(
     return MemoryTable(
         footprints=footprints,
         first=first,
-        context=per_stage(lambda stage: 0.0 if is_lone else costs.context_bytes(stage, length)),
-        context_gradients=per_stage(lambda stage: 0.0 if is_lone else costs.context_gradient_bytes(stage, length)),
+        context=per_stage(lambda stage: 0.0 if is_lone else keyed.context_bytes(stage, num_here)),
+        context_gradients=per_stage(lambda stage: 0.0 if is_lone else keyed.context_gradient_bytes(stage, num_here)),
         message_bytes=messages,
         parameters=per_stage(partial(costs.weight_bytes, each=state.weights)),
         gradients=gradients,
@@ -119,7 +121,8 @@ def _host_context(
     op).
 
     A slice's forward leaves its keys and values there. In a backward each layer makes the sums of the gradients of all
-    slices that it attends to, unless a later one has, and frees what the slice itself has.
+    slices that it attends to, unless a later one has, and frees what the slice itself has. Later slices than those on
+    the host leave nothing there.
 
     Args:
         costs: of stages.
@@ -131,21 +134,24 @@ def _host_context(
         return {}
     length = sum(slices)
 
-    def held(each: Floats, lengths: Sequence[int]) -> Floats:
+    def held(each: Floats, lengths: Ints | Sequence[int]) -> Floats:
         """Returns the bytes of blocks of some lengths, (parts, slices): half are keys, half values."""
         held_bytes: Floats = 2 * costs.on_host(np.outer(each, lengths) / 2)
         return held_bytes
 
     if is_lone:
-        one = _LargestLayer.of(there, stage, length)
+        one = _LargestLayer.of(there, stage, length, length)
         forward, more = (float(held(np.array([size]), [1])[0, 0]) for size in (one.keys, one.key_gradients))
         backward = Footprint(0.0, forward + more)
         return {(0, Op.F): Footprint(0.0, forward), (0, Op.B): backward, (0, Op.I): backward}
     has_backward = there.has_backward(stage)
+    ends = np.cumsum(np.array(slices, np.int64))
+    starts = ends - np.array(slices, np.int64)
+    # Tokens of each slice whose keys and values are there.
+    lengths = np.where(ends <= tokens_on_host(slices, costs.host_share), slices, 0)
     # Of each part, the last one first, as a backward has them.
     kinds = [there.parts[part] for part in reversed(there.parts_of(stage))]
-    keys, sums = held(there.each_context[kinds], slices), held(there.each_context_gradient[kinds], slices)
-    starts = np.cumsum(np.array(slices, np.int64)) - np.array(slices, np.int64)
+    keys, sums = held(there.each_context[kinds], lengths), held(there.each_context_gradient[kinds], lengths)
     # The first slice with a key that each slice sees, (parts, slices).
     first = np.searchsorted(starts, starts - there.each_reach(starts)[kinds], side="right") - 1
     # A later slice has made the sums from there on.
@@ -176,19 +182,20 @@ def _kept_gradients(costs: Costs, update: Update, stage: Stage) -> float:
 
 
 def _footprints(
-    costs: Costs, recompute: str, slices: tuple[int, ...], ops: frozenset[Op], layers: Stage
+    costs: Costs, recompute: str, slices: tuple[int, ...], ops: frozenset[Op], layers: Stage, num_here: int
 ) -> dict[tuple[int, bool, bool], dict[Op, Footprint]]:
-    """Returns the bytes of one stage's actions by (slice, recomputed, offloaded)."""
-    every = {}
+    """Returns the bytes of one stage's actions by (slice, recomputed, offloaded); `num_here` tokens have their keys and
+    values on the device."""
+    every, keyed = {}, costs.host_context or costs
     for s, length in enumerate(slices):
         total = costs.action_bytes(layers, length)
         by_layer = recompute in BY_LAYER
         whole, ready = total.kept, costs.kept_bytes(layers, "full", length) if by_layer else total.kept
         left_by_forward = ready if recompute == "none" else costs.kept_bytes(layers, recompute, length)
-        one = _LargestLayer.of(costs, layers, length) if by_layer else _LargestLayer()
+        one = _LargestLayer.of(costs, layers, length, num_here) if by_layer else _LargestLayer()
         # the first slice's forward and the last slice's backward allocate for the whole microbatch
-        keys = costs.context_bytes(layers, sum(slices)) if s == 0 else 0
-        made = costs.context_gradient_bytes(layers, sum(slices)) if s == len(slices) - 1 else 0
+        keys = keyed.context_bytes(layers, num_here) if s == 0 else 0
+        made = keyed.context_gradient_bytes(layers, num_here) if s == len(slices) - 1 else 0
         if by_layer and len(slices) == 1:
             keys, made = one.keys, one.keys + one.key_gradients
         for recomputed, offloaded in product({False, Op.R in ops}, {False, Op.OFFLOAD in ops}):
@@ -217,14 +224,16 @@ class _LargestLayer(NamedTuple):
     key_gradients: float = 0.0
 
     @classmethod
-    def of(cls, costs: Costs, stage: Stage, length: int) -> _LargestLayer:
+    def of(cls, costs: Costs, stage: Stage, length: int, num_keys: int) -> _LargestLayer:
+        """`num_keys` tokens have their keys and values where they are counted."""
+        keyed = costs.host_context or costs
         layers = costs.layers_with_backward(stage)
         kinds = {tuple(costs.parts[part] for part in range(*layer)): layer for layer in layers}
         largest, entered = [cls()], float(costs.message_bytes(length))
         for layer in kinds.values():
             layer_bytes = costs.action_bytes(layer, length)
             saved = max(0.0, layer_bytes.kept - entered)
-            keys, gradients = costs.context_bytes(layer, length), costs.context_gradient_bytes(layer, length)
+            keys, gradients = keyed.context_bytes(layer, num_keys), keyed.context_gradient_bytes(layer, num_keys)
             largest.append(cls(saved + layer_bytes.peaks[Op.F], saved + layer_bytes.peaks[Op.B], keys, gradients))
         return cls(*map(max, zip(*largest, strict=True)))
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from slipstream.cost.operation_counts import ModelCount, PartCount
 from slipstream.cost.sharing import Copies, Divided
 from slipstream.cost.update import Numbers, Update
 from slipstream.cost.work import OPS, Stage, StageParts, Work
-from slipstream.options import Degrees
+from slipstream.options import Degrees, host_share
 from slipstream.schedule import BACKWARDS, Op
 from slipstream.simulator import TableCost
 
@@ -132,6 +133,10 @@ class Mode(Costs):
 
     def on_host(self, sizes: Any) -> Any:
         return self.costs.on_host(sizes)
+
+    @property
+    def host_share(self) -> float:
+        return self.costs.host_share
 
     @cached_property
     def each_number(self) -> Numbers:
@@ -363,7 +368,7 @@ class WithoutLookups(Mode):
 
 @dataclass(frozen=True)
 class ContextOnHost(Mode):
-    """Costs of a device that has no keys, values and gradients of them, as these lie on the host.
+    """Costs of a device that has none of the keys, values and gradients of them, or some, as others lie on the host.
 
     A slice fetches those of earlier slices, block after block, while it attends to the blocks before; its own ones,
     which its backward needs first, it waits for. In a backward the sums of the gradients come and go with them:
@@ -371,15 +376,22 @@ class ContextOnHost(Mode):
         seconds = max(all that is computed, what is computed without context + bytes of the context / bandwidth)
                   + bytes of the slice's own / bandwidth          in a backward, or a forward that runs again
 
+    Of a share that is on the host, these are the bytes of those tokens that come first; whole slices of them, which
+    only the memory of an order knows.
+
     So copies are hidden where slices are long: of a slice of n tokens, one of the context takes n times its scores, and
     its bytes once.
 
     Args:
         costs: those with keys and values on the device.
         host: whose memory they are in.
+        share: of each sequence's tokens that has them there, the first.
+        seq_len: tokens of a sequence.
     """
 
     host: HostMemorySpec
+    share: float = 1.0
+    seq_len: float = inf
 
     @property
     def host_context(self) -> Costs | None:
@@ -388,13 +400,17 @@ class ContextOnHost(Mode):
     def on_host(self, sizes: Any) -> Any:
         return self.host.held_bytes(sizes)
 
+    @property
+    def host_share(self) -> float:
+        return self.share
+
     @cached_property
     def each_context(self) -> Floats:
-        return 0.0 * self.costs.each_context
+        return (1 - self.share) * self.costs.each_context
 
     @cached_property
     def each_context_gradient(self) -> Floats:
-        return 0.0 * self.costs.each_context_gradient
+        return (1 - self.share) * self.costs.each_context_gradient
 
     def each_seconds(self, work: Work) -> Floats:
         seconds = self.costs.each_seconds(work)
@@ -409,10 +425,12 @@ class ContextOnHost(Mode):
             moved = self.each_has_backward * (keys + 2 * sums)
         elif work.op is Op.R:
             own = keys
-        copied = moved[:, None] * self.costs.each_reach(work.contexts)
+        num_there = inf if self.share == 1 else self.share * self.seq_len
+        first_seen = work.contexts - self.costs.each_reach(work.contexts)
+        copied = moved[:, None] * np.maximum(0.0, np.minimum(work.contexts, num_there) - first_seen)
         alone = self.costs.each_seconds(work._replace(contexts=np.zeros_like(work.contexts)))
         longest = np.maximum(seconds, alone + copied / self.host.bandwidth)
-        return longest + np.outer(own, work.lengths) / self.host.bandwidth
+        return longest + np.outer(own, work.lengths * (work.contexts < num_there)) / self.host.bandwidth
 
     def action_bytes(self, stage: Stage, length: int) -> ActionBytes:
         action = self.costs.action_bytes(stage, length)
@@ -427,9 +445,11 @@ class ContextOnHost(Mode):
         return replace(action, peaks=peaks, alone=action.alone + more[Op.F])
 
 
-def with_context(costs: Costs, place: str, host: HostMemorySpec | None) -> Costs:
-    """Returns the costs where keys and values lie on the "device" or on the "host"."""
-    return ContextOnHost(costs, host or ANY_HOST) if place == "host" else costs
+def with_context(costs: Costs, context: str | float, host: HostMemorySpec | None, seq_len: float = inf) -> Costs:
+    """Returns the costs where keys and values lie on the "device" or on the "host", or a share of those of sequences of
+    `seq_len` tokens there."""
+    share = host_share(context)
+    return ContextOnHost(costs, host or ANY_HOST, share, seq_len) if share else costs
 
 
 @dataclass(frozen=True)

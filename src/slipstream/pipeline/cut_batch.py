@@ -166,7 +166,13 @@ class SplitBatch:
         """Returns a batch of two microbatches that are equal to this one's microbatch `number`."""
         values = {name: each.chosen([number] * 2) for name, each in self.values.items()}
         sequences = self.sequences[number : number + 1]
-        return replace(self, slices=[self.slices[number]] * 2, values=values, sequences=[*sequences] * 2)
+        return replace(
+            self,
+            slices=[self.slices[number]] * 2,
+            values=values,
+            microbatches=[self.microbatches[number]] * 2,
+            sequences=[*sequences] * 2,
+        )
 
     def tensors_of(self, microbatch: int, index: int) -> Tensors:
         """Returns the tensors of a slice and of all values beside it."""

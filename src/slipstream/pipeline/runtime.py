@@ -172,7 +172,6 @@ class PipelineRuntime:
     ) -> Executor:
         own = {stage: self.stages[stage] for stage in self.layout.stages_of([rank])}
         layout = self.layout
-        host = context_on_host(self.device) if layout.has_context_on_host else None
         return Executor(
             rank,
             own,
@@ -181,7 +180,7 @@ class PipelineRuntime:
             self.device,
             layout.recompute,
             reduce,
-            context_on_host=host,
+            context_on_host=context_on_host(self.device, layout.context_on_host),
             has_wide_sums=layout.has_wide_sums,
         )
 

@@ -51,7 +51,7 @@ class Plan:
         recompute: "none", "selective", "full", "stage" or "stage+full". Trainings also have "segments", and the
             number of a stage's layers, such as "3", of which no costs are known.
         offload: the share of slices whose activations are offloaded to host memory, 0 to 1.
-        context: where keys and values lie: on the "device" or the "host".
+        context: where keys and values lie: on the "device" or the "host", or the share that is on the host.
         optimizer: where the optimizer runs, with its state: on the "device" or the "host".
         shard: what is sharded over the ranks with the same weights: "none", the "optimizer"'s state, or the
             "parameters" too.
@@ -77,7 +77,7 @@ class Plan:
     num_slices: int = OPEN
     recompute: str = OPEN
     offload: float = OPEN
-    context: str = OPEN
+    context: str | float = OPEN
     optimizer: str = OPEN
     shard: str = OPEN
     slicing: str = OPEN

@@ -46,6 +46,12 @@ _SHARES = NumberRule(
 )
 
 
+_SHARES_ON_HOST = NumberRule(
+    lambda value: isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1,
+    "give the share of keys and values on the host, 0 to 1",
+)
+
+
 def _itself(value: Any) -> Any:
     return value
 
@@ -57,7 +63,7 @@ class PlanField:
     Args:
         name: of the field.
         names: that it may have. Empty: it has numbers.
-        numbers: that it may have instead.
+        numbers: that it may have instead, or besides.
         hint: returns the end of a sentence that says that a name is unknown, given that and the known ones.
         is_unplanned: returns whether a training may have a value that no search chooses, as its costs aren't known.
         setting: of a training configuration that says it, with its section. Empty: none does by itself.
@@ -75,7 +81,7 @@ class PlanField:
 
     name: str
     names: tuple[str, ...] = ()
-    numbers: NumberRule = COUNTS
+    numbers: NumberRule | None = None
     hint: Callable[[str, Sequence[str]], str] = did_you_mean
     is_unplanned: Callable[[Any], bool] = lambda value: False
     setting: str = ""
@@ -93,11 +99,14 @@ class PlanField:
     def check(self, value: Any, suggests: bool = False) -> None:
         """Raises SlipstreamError for a value that no search can choose; with `suggests` it names the one that was
         meant."""
-        if not self.names:
-            self.numbers.check(self.name, value)
+        if not self.names or (self.numbers is not None and not isinstance(value, str)):
+            (self.numbers or COUNTS).check(self.name, value)
         elif value not in self.names:
             hint = self.hint(str(value), self.names) if suggests else "."
-            raise SlipstreamError(f"{self.name}={value!r} isn't known{hint} Choose one of {', '.join(self.names)}.")
+            besides = "" if self.numbers is None else f", or {self.numbers.advice}"
+            raise SlipstreamError(
+                f"{self.name}={value!r} isn't known{hint} Choose one of {', '.join(self.names)}{besides}."
+            )
 
     @property
     def place(self) -> tuple[str, str]:
@@ -159,6 +168,15 @@ def _said_slices(plan: Decisions) -> str:
 def _said_sequences(plan: Decisions) -> str:
     sequences = _counted(plan, "microbatch_size", "sequence")
     return f"{sequences} per microbatch" if sequences else ""
+
+
+def _said_context(plan: Decisions) -> str:
+    place = plan.choice("context")
+    return "" if plan.is_open("context") or place == "device" else f"context on the {_context_text(place)}"
+
+
+def _context_text(place: str | float) -> str:
+    return place if isinstance(place, str) else f"host ({place:.0%})"
 
 
 def _said_shards(plan: Decisions) -> str:
@@ -278,11 +296,13 @@ PLAN_FIELDS: Mapping[str, PlanField] = {
         PlanField(
             name="context",
             names=("device", "host"),
+            numbers=_SHARES_ON_HOST,
             setting="memory.context",
             absent="device",
             plain="device",
-            said="context on the {}",
+            said=_said_context,
             called="context on the",
+            text=_context_text,
             title="context",
             meaning="where keys and values lie",
         ),

@@ -17,13 +17,13 @@ import pytest
 import torch
 from transformers import DeepseekV3Config, PretrainedConfig
 
-from slipstream import SlipstreamError
+from slipstream import Memory, PlanOptions, SlipstreamError
 from slipstream.profile.stage_bench import memory_meter, tensors_alive
-from support.architectures import ARCHITECTURES, BOUND, build, llama, tokens
+from support.architectures import ARCHITECTURES, BOUND, build, gradients, llama, tokens
 from support.exact_steps import documents_error, exact_pipe, sequences_error
 from support.forked import ForkedProgram
 from support.hybrids import HYBRIDS, SIZES
-from support.live_memory import LiveMemory
+from support.live_memory import LiveMemory, rehearsed_bytes
 from support.observers import BeforeEach
 from support.parameters import first_of
 from support.paths import WORKERS
@@ -70,10 +70,12 @@ MODELS: dict[str, PretrainedConfig] = {**ARCHITECTURES, **HYBRIDS, **CROSSING, "
     ),
 )
 def test_gradients_are_those_of_the_unsplit_model(name: str, settings: dict[str, Any]) -> None:
-    """On one rank and on two."""
-    for num_ranks in (1, 2):
+    """On one rank, where a share is on the host, and on two."""
+    share = random.Random(name).random()
+    for num_ranks, context in ((1, share), (2, "host")):
         if num_ranks == 2 or "stages_per_rank" not in settings:
-            exact_pipe(build(MODELS[name]), tokens(batch=4), **CUT | settings, num_ranks=num_ranks)
+            changed = CUT | settings | {"num_ranks": num_ranks, "context": context}
+            exact_pipe(build(MODELS[name]), tokens(batch=4), **changed)
 
 
 SOME = ["gpt_oss", "llama", "gemma2", "llama4_text", "gemma3", "mixtral", "deepseek_v3", "qwen3_next"]
@@ -82,9 +84,9 @@ SOME = ["gpt_oss", "llama", "gemma2", "llama4_text", "gemma3", "mixtral", "deeps
 @pytest.mark.parametrize("name", first_of(SOME))
 def test_documents_attend_to_their_own_keys(name: str) -> None:
     """Packed into rows, and as sequences of different lengths."""
-    lengths = [(20, 44), (7, 33, 24)]
+    lengths, share = [(20, 44), (7, 33, 24)], random.Random(name).random()
     assert documents_error(build(MODELS[name]), tokens(batch=2), lengths, slices=6, context="host") < BOUND
-    settings: dict[str, Any] = {"slices": 3, "num_microbatches": 2, "context": "host"}
+    settings: dict[str, Any] = {"slices": 3, "num_microbatches": 2, "context": share}
     assert sequences_error(build(MODELS[name]), (50, 7, 33, 2, 18), **settings) < BOUND
 
 
@@ -94,7 +96,8 @@ def test_slices_may_be_cut_anywhere(seed: int) -> None:
     for name in dice.sample(SOME[:6], 2):
         ends = sorted(dice.sample(range(1, 64), dice.randint(1, 9)))
         slices = [after - before for before, after in pairwise([0, *ends, 64])]
-        settings = {"slices": slices, "context": "host", "recompute": dice.choice(["none", "stage", "full"])}
+        context = dice.choice(["host", dice.random()])
+        settings = {"slices": slices, "context": context, "recompute": dice.choice(["none", "stage", "full"])}
         exact_pipe(build(ARCHITECTURES[name]), tokens(batch=2), num_microbatches=dice.randint(1, 2), **settings)
 
 
@@ -102,7 +105,7 @@ def test_the_device_holds_no_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """Between two actions, in files of the temporary folder that have no name."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     held = {}
-    for where in ("device", "host"):
+    for where in ("device", "host", 0.5):
         pipe = make_pipe(build(llama()).float(), "gpipe", slices=8, context=where)
         stores: list[tuple[int, int]] = []
         files = set[int]()
@@ -120,6 +123,39 @@ def test_the_device_holds_no_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert len(files) == 1  # none stays open, however many blocks there are
     assert held["device"][1] == held["host"][0] == 0
     assert held["host"][1] >= held["device"][0] / 2
+    assert held[0.5] == [held["device"][0] / 2] * 2
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.5, "half", True])
+def test_a_number_that_is_no_share_is_refused(share: Any) -> None:
+    with pytest.raises(SlipstreamError, match=r"context=.*: give 'device', 'host' or a number from 0 to 1"):
+        Memory(context=share)
+    with pytest.raises(SlipstreamError, match=r"context=.*give the share of keys and values on the host, 0 to 1"):
+        PlanOptions(context=share)
+
+
+def test_shares_of_nothing_and_of_all_are_the_device_and_the_host() -> None:
+    for share, place in ((0, "device"), (1, "host")):
+        found = [
+            gradients(exact_pipe(build(llama()), tokens(batch=4), **CUT | {"context": context}))
+            for context in (share, place)
+        ]
+        for name, gradient in found[0].items():
+            assert torch.equal(gradient, found[1][name])
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_limit_knows_a_share(recompute: str) -> None:
+    """Keys, values and their sums of half of the tokens are on the device, by the ranks' own measure."""
+    needed = {
+        context: rehearsed_bytes(make_pipe(build(llama()).float(), slices=4, context=context), tokens())
+        for context in ("device", 0.5, "host")
+    }
+    assert needed["host"] < needed[0.5] < needed["device"]
+    tables = {context: make_pipe(build(llama()).float(), slices=4, context=context) for context in ("device", 0.5)}
+    whole, half = (pipe.memory_table(tokens(), tokens()) for pipe in tables.values())
+    assert half.context[0] == whole.context[0] / 2
+    assert half.context_gradients[0] == whole.context_gradients[0] / 2
 
 
 @pytest.mark.parametrize(
@@ -154,8 +190,10 @@ def test_a_model_that_reads_all_keys_is_refused(name: str) -> None:
     """ALiBi among them, as models have it."""
     config = OWN_ATTENTION[name]
     kind = config.model_type
-    with pytest.raises(SlipstreamError, match=f"memory.context='host': model_type '{kind}' .* memory.context='device'"):
-        make_pipe(config, slices=2, context="host")
+    for context in ("host", 0.5):
+        problem = f"memory.context={context!r}: model_type '{kind}' .* memory.context='device'"
+        with pytest.raises(SlipstreamError, match=problem):
+            make_pipe(config, slices=2, context=context)
 
 
 CONTEXT, OFFLOAD = {"context": "host"}, {"offload": 1.0}

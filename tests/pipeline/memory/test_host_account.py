@@ -17,13 +17,17 @@ from slipstream.planner.search import GlobalBatch, evaluate
 from slipstream.profile import count_model
 from slipstream.simulator import MemoryKind, memory_of
 from support.architectures import ARCHITECTURES, LENGTH, build, llama, tokens
+from support.observers import BeforeEach
 from support.pipelines import make_pipe
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral, window of 7"])
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-def test_the_account_knows_the_bytes_on_the_host(name: str, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exactly: all files that are there at the same time."""
+@pytest.mark.parametrize("context", ["host", 0.5])
+def test_the_account_knows_the_bytes_on_the_host(
+    name: str, schedule: str, context: str | float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exactly: all files that are there at the same time, and all buffers on the device."""
     there: list[int] = [0]
     most: list[int] = [0]
     make = host_memory._mapped_file
@@ -38,11 +42,17 @@ def test_the_account_knows_the_bytes_on_the_host(name: str, schedule: str, monke
     config = ARCHITECTURES[name]
     lengths = (24, 16, 16, 8)
     pipe = make_pipe(
-        build(config).float(), schedule, num_microbatches=2, slices=[*lengths], num_ranks=1, context="host"
+        build(config).float(), schedule, num_microbatches=2, slices=[*lengths], num_ranks=1, context=context
     )
     inputs = tokens(batch=2)
     pipe.step(inputs, inputs)
     monkeypatch.setattr(host_memory, "_mapped_file", mapped)
+    buffers = set[int]()
+
+    def watch(action: object, state: Any) -> None:
+        buffers.add(sum(store.num_bytes for store in state.stores.values()))
+
+    pipe._runtime.executors[0].observe(BeforeEach(watch))
     pipe.step(inputs, inputs)
 
     plan = ONE_DEVICE.closed(
@@ -50,11 +60,14 @@ def test_the_account_knows_the_bytes_on_the_host(name: str, schedule: str, monke
         num_microbatches=2,
         slices=lengths,
         partition=(config.num_hidden_layers,),
-        context="host",
+        context=context,
     )
     costs = CountedOperations(count_model(config, LENGTH, torch.float32))
     account = evaluate(plan, costs, GlobalBatch(LENGTH, 2), StateBytes.of("float32"), ANY_HOST)
     assert account.host_peaks() == [most[0]]
+    (memory,) = account.bytes.memory()
+    kinds = MemoryKind.CONTEXT, MemoryKind.CONTEXT_GRADIENTS
+    assert max(sum(moment.during.get(kind, 0) for kind in kinds) for moment in memory.moments) == max(buffers)
     assert not there[0]
     # What is measured before a step is the same.
     (measured,) = memory_of(pipe.layout.training, pipe.memory_table(inputs, inputs))

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.attention import ContextStore
+from slipstream.attention import ContextStore, HostContext
 from slipstream.comm import Transport, TransportError
-from slipstream.host_memory import HostMemory
 from slipstream.model import (
     PipelineStage,
     RecomputePolicy,
@@ -23,6 +22,7 @@ from slipstream.model import (
     factors_of,
 )
 from slipstream.model.hooks import note_output
+from slipstream.options import tokens_on_host
 from slipstream.pipeline.cut_batch import SplitBatch
 from slipstream.pipeline.execution.action_graphs import ActionRunner, Computation
 from slipstream.pipeline.execution.losses import Losses
@@ -57,7 +57,7 @@ class Executor:
         device: torch.device,
         recompute: RecomputePolicy | None,
         reduce_gradients: Callable[[int], None],
-        context_on_host: HostMemory | None = None,
+        context_on_host: HostContext | None = None,
         has_wide_sums: bool = True,
     ) -> None:
         """`recompute` is the policy of the schedule's R actions, None for all. `reduce_gradients` carries out a stage's
@@ -218,8 +218,10 @@ class Executor:
         stage = self._stages[g]
         state = self._state
         if (store := state.stores.get((g, m))) is None:
-            length = state.batch.slices[m][i].length
-            store = state.stores[g, m] = ContextStore(length, self._context_on_host, self._has_wide_sums)
+            length, host = state.batch.slices[m][i].length, self._context_on_host
+            slices = state.batch.microbatches[m].slices
+            num_on_host = None if host is None else tokens_on_host(slices, host.share)
+            store = state.stores[g, m] = ContextStore(length, host, self._has_wide_sums, num_on_host)
         if step.trains:
             specs = self._messages.specs(Op.RECV_F, key)
             on_gradient = state.input_gradients.setdefault(key, {}).__setitem__

@@ -12,6 +12,7 @@ import torch
 from slipstream.comm import FakeTransport, Transport
 from slipstream.keyed_draws import drawing
 from slipstream.model import PipelineStage, Tensors
+from slipstream.options import host_share
 from slipstream.parallel import Ranks
 from slipstream.pipeline.cut_batch import SplitBatch
 from slipstream.pipeline.execution.action_graphs import (
@@ -195,7 +196,7 @@ def graph_refusal(ranks: Ranks, options: PipelineOptions) -> str | None:
         return "ranks that share slices exchange tensors by gloo, through the host; NCCL's exchanges can be recorded"
     if ranks.experts.size > 1:
         return "how many tokens go to each expert is read on the host"
-    if options.memory.context == "host":
+    if host_share(options.memory.context):
         return "keys and values come and go between the host and the GPU"
     if options.parallel.shard == "parameters":
         return "sharded parameters lie elsewhere in every step"

@@ -36,7 +36,7 @@ from slipstream.model import (
     torch_dtype,
 )
 from slipstream.model.hooks import RouterLoss
-from slipstream.options import ALLOWED_LAYER_COUNTS, are_allowed_layer_counts
+from slipstream.options import ALLOWED_LAYER_COUNTS, are_allowed_layer_counts, host_share
 from slipstream.parallel import part_bounds
 from slipstream.pipeline.families.flop_estimate import FlopEstimate
 from slipstream.pipeline.families.stage_layout import StageLayout, check_lengths, given_counts
@@ -104,7 +104,7 @@ def plan_layout(
         reduces=reduces,
         spreads_vocabulary=spreads,
         spreads_embedding=embeds,
-        has_context_on_host=memory.context == "host",
+        context_on_host=host_share(memory.context),
         has_wide_sums=memory.context_gradients == "wide",
     )
     _check_sharding(anatomy, tensor_ranks, options)
@@ -122,10 +122,11 @@ def plan_layout(
 def check_context(anatomy: ModelAnatomy, options: PipelineOptions, what: str) -> None:
     """Raises SlipstreamError where layers read all earlier keys and values by code of their own, and these are to lie
     on the host; `what` has that code."""
-    if anatomy.attends_itself and options.memory.context == "host":
+    context = options.memory.context
+    if anatomy.attends_itself and host_share(context):
         raise SlipstreamError(
-            f"memory.context='host': {what} attends by code of its own, which reads the keys and values of all earlier "
-            "tokens at once. Use memory.context='device'."
+            f"memory.context={context!r}: {what} attends by code of its own, which reads the keys and values of all "
+            "earlier tokens at once. Use memory.context='device'."
         )
 
 

@@ -22,7 +22,7 @@ from slipstream.model import (
     cross_entropy,
     torch_dtype,
 )
-from slipstream.options import SHARED_WORK, Parallelism
+from slipstream.options import SHARED_WORK, Parallelism, host_share
 from slipstream.parallel import Ranks
 from slipstream.pipeline.batch import Batch
 from slipstream.pipeline.cut_batch import SlicedValues, SplitBatch, check_rows, counted, cut_groups
@@ -284,7 +284,7 @@ class SequenceFamily(ModelFamily):
             memory.offload,
             reduces,
             skips=skips,
-            has_context_on_host=memory.context == "host",
+            context_on_host=host_share(memory.context),
             has_wide_sums=memory.context_gradients == "wide",
         )
 

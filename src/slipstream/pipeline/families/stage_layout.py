@@ -43,7 +43,7 @@ class StageLayout:
     spreads_embedding: bool = False  # the tied embedding spread like the head
     num_frozen_stages: int = 0  # number of first stages without trained weights
     skips: tuple[StageSkip, ...] = ()  # tensors that skip stages
-    has_context_on_host: bool = False  # keys and values on the host
+    context_on_host: float = 0.0  # share of keys and values on the host
     has_wide_sums: bool = True  # gradients of keys and values summed in float32 or wider
 
     def __post_init__(self) -> None:

@@ -212,7 +212,9 @@ class MemoryLimit:
     def _counts_by_shape(self) -> bool:
         """Whether rows' memory doesn't follow from others."""
         by_layer = self._layout.recompute is not None and self._layout.recompute.num_layers > 0
-        return bool(self._layout.offload) or by_layer
+        # What a share of a row has on the device depends on where its slices end.
+        has_share = 0 < self._layout.context_on_host < 1
+        return bool(self._layout.offload) or by_layer or has_share
 
 
 def _key(microbatch: SlicedMicrobatch) -> tuple[int, ...]:

@@ -250,7 +250,7 @@ def _run(step: RehearsedStep, like: StageSlice, split: bool, transport: Transpor
     """Returns each action's change of memory."""
     stage = step.stages[like.stage]
     schedule = alone(like, split, step.schedule, len(step.batch.slices[0]))
-    host = context_on_host(step.device) if step.layout.has_context_on_host else None
+    host = context_on_host(step.device, step.layout.context_on_host)
     layout = step.layout
     options = step.losses, step.device, layout.recompute, step.parameters.reduce, host, layout.has_wide_sums
     executor = Executor(schedule.placement[like.stage], {like.stage: stage}, transport, *options)

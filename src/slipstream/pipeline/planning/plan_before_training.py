@@ -73,7 +73,7 @@ class StartRequest(ExpectedBatch):
         host_limit: bytes of each rank's host. None: no limit.
         vocabulary: where the head's rows are, as in a `Plan`; OPEN: wherever is faster.
         parallel: how ranks share the work of a stage.
-        context: where keys and values lie, on the "device" or the "host".
+        context: where keys and values lie, on the "device" or the "host", or the share that is on the host.
         context_gradients: in what their gradients are summed, "wide" numbers or those of the "model".
         optimizer: where the optimizer runs, likewise.
         tied: whether the head's weight embeds too.
@@ -88,7 +88,7 @@ class StartRequest(ExpectedBatch):
     host_limit: float | None = None
     vocabulary: str = "whole"
     parallel: Parallelism = Parallelism()
-    context: str = "device"
+    context: str | float = "device"
     context_gradients: str = "wide"
     optimizer: str = "device"
     tied: bool = False
@@ -130,7 +130,9 @@ class StartRequest(ExpectedBatch):
         """Returns the search's problem, with costs of slices of up to `longest` tokens: shorter ones than were asked
         for, where time ran out."""
         problem = JointProblem(
-            costs=with_context(with_context_gradients(costs, self.context_gradients), self.context, ANY_HOST),
+            costs=with_context(
+                with_context_gradients(costs, self.context_gradients), self.context, ANY_HOST, self.seq_len
+            ),
             update=Update(self.state, self.replicas * costs.degrees.token_ranks, self.parallel.shard, self.optimizer),
             seq_len=self.seq_len,
             num_ranks=self.num_ranks,

@@ -13,6 +13,7 @@ import numpy as np
 
 from slipstream.array_types import Flags, Floats
 from slipstream.cost import BY_LAYER, REPLAYED, CostSource, Update
+from slipstream.options import host_share
 from slipstream.planner.order.makespan_bounds import rank_bounds
 from slipstream.planner.plan import Plan
 from slipstream.planner.search.placed_partition import PlacedPartition
@@ -169,7 +170,7 @@ class GroupBounds:
         # a stage without backwards frees it after its forwards
         is_lone = np.array([len(slices) < 2 for slices in self.slicings])
         context = per_rank(sizes.context * self.cut.trains) * ~(by_layer & is_lone[:, None])
-        is_here = np.array([place == "device" for place in self.savings.values["context"]])[:, None, None]
+        is_here = np.array([not host_share(place) for place in self.savings.values["context"]])[:, None, None]
         contexts = along(context) * self.savings.along("context", is_here)
         held = activations + contexts + self.savings.along_updates(state_bytes[:, None])
         return self._by_slicing(held.max(axis=-1))

@@ -361,7 +361,7 @@ def evaluate(
     _check_known(plan, costs, host)
     check_partition(plan.partition, costs.num_layers, costs.units_per_layer)
     bounds = unit_bounds(plan.partition, costs.num_layers, costs.units_per_layer)
-    costs = with_context(costs, plan.context, host)
+    costs = with_context(costs, plan.context, host, batch.seq_len)
     cut = PlacedPartition(costs, plan.placement, bounds, plan.vocabulary == "spread")
     update = update_of(plan, state)
     return Evaluation(

@@ -62,9 +62,10 @@ def search_meshes(problem: ClusterProblem, progress: ProgressReport) -> PlanRepo
     run.settle()
     run.search_jointly()
     best, alternatives = run.settle()
-    if len(places) > 1 and (not best or _holds_much_context(best[0])):
-        run.go_on(space.with_context(places[1]), _MORE_SIMULATED if best else options.num_simulated)
-        best, alternatives = run.settle()
+    for place in places[1:]:
+        if not best or _holds_much_context(best[0]):
+            run.go_on(space.with_context(place), _MORE_SIMULATED if best else options.num_simulated)
+            best, alternatives = run.settle()
     if not best and options.values("vocabulary") == ("spread",):
         raise SlipstreamError(NOTHING_SPREAD)
     if not best and run.seconds:

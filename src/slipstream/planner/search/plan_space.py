@@ -28,6 +28,7 @@ from slipstream.cost import (
     with_context,
 )
 from slipstream.errors import SlipstreamError
+from slipstream.options import host_share, tokens_on_host
 from slipstream.planner.joint import JointPlan
 from slipstream.planner.plan import ONE_DEVICE, OPEN, Plan, placement_of
 from slipstream.planner.plan_fields import AUTO
@@ -82,13 +83,13 @@ class PlanSpace:
         self.found: dict[Plan, JointPlan] = {}  # by the joint search
 
     @property
-    def contexts(self) -> tuple[str, ...]:
-        """The places of keys and values that are searched one after the other: where they are on the host, nothing is
-        faster, and much more fits."""
+    def contexts(self) -> tuple[str | float, ...]:
+        """The places of keys and values that are searched one after the other: the more are on the host, the more fits,
+        and nothing is faster."""
         places = ("device", "host") if self.host else ("device",)
-        return tuple(self.options.values("context", places))
+        return tuple(sorted(self.options.values("context", places), key=host_share))
 
-    def with_context(self, place: str) -> PlanSpace:
+    def with_context(self, place: str | float) -> PlanSpace:
         """Returns the space with keys and values in one place."""
         options = self.options.changed(context=place)
         return PlanSpace(self.source, self.seq_len, self.global_batch, options)
@@ -171,7 +172,7 @@ class PlanSpace:
         plan's own, where it has one."""
         return self._cut(plan, plan.context)
 
-    def _cut(self, plan: Plan, context: str) -> PlacedPartition:
+    def _cut(self, plan: Plan, context: str | float) -> PlacedPartition:
         """Returns a plan's cut, whose costs are those with keys and values on the device or the host."""
         costs_key = plan.degrees, plan.microbatch_size, context
         if plan.partition is not OPEN:
@@ -184,8 +185,8 @@ class PlanSpace:
         """Returns the costs of the model's parts as the plan has them."""
         return self._costs(plan.degrees, plan.microbatch_size, plan.context)
 
-    def _costs_with(self, degrees: Degrees, size: int, context: str) -> Costs:
-        return with_context(self.costs(degrees, size), context, self.host)
+    def _costs_with(self, degrees: Degrees, size: int, context: str | float) -> Costs:
+        return with_context(self.costs(degrees, size), context, self.host, self.seq_len)
 
     def _place(
         self,
@@ -328,7 +329,7 @@ class PlanSpace:
         bound = MemoryBound(
             whole=np.outer(sizes.kept["full" if by_layer else "none"], slices / self.seq_len),
             kept=np.outer(sizes.kept[plan.recompute], slices / self.seq_len),
-            context=sizes.context * (not by_layer or len(slices) > 1),
+            context=sizes.context * (not by_layer or len(slices) > 1) * self._least_here(plan),
             # Those of one of several stages may be on the host before others are made.
             gradients=state.gradients * sizes.trained * (update.place == "device" or plan.stages_per_rank == 1),
             offloads=bool(plan.offload),
@@ -341,6 +342,14 @@ class PlanSpace:
             return True
         away = bound.away(shape) if plan.offload == 1 else 0.0
         return max(away, float(state_on_host(cut, update).max())) <= host.capacity
+
+    def _least_here(self, plan: Plan) -> float:
+        """Returns at least which part of the keys and values that a cut's costs count is on the device: those of a
+        sequence, without the slice in which a share ends."""
+        share, slices = host_share(plan.context), self.slices(plan)
+        if share in (0, 1):
+            return 1.0
+        return min(1.0, (self.seq_len - tokens_on_host(slices, share)) / ((1 - share) * self.seq_len))
 
     def predict(self, evaluation: Evaluation) -> Prediction:
         """Returns the step of a plan, its causes, and all ranks' memory at their peaks."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from slipstream.array_types import Floats
 from slipstream.cost import CostSource, divided_by, possible_shards
+from slipstream.options import host_share
 from slipstream.planner.plan import Plan
 from slipstream.planner.search.plan_options import PlanOptions
 
@@ -27,6 +28,7 @@ class Saving:
             values are numbers, which say it themselves, and others than the possible ones may be asked for.
         weight: by which its costs count beside those of other ways: a way of more weight is tried later.
         if_asked: values that are tried only where they are asked for.
+        allows: returns whether a value that isn't among the possible ones may be asked for.
         copies: returns whether a value copies to the host, which takes time.
         of_update: whether it is known to the update that ends a step, not to the actions.
     """
@@ -38,6 +40,7 @@ class Saving:
     costs: Mapping[Any, float] = field(default_factory=dict)
     weight: int = 0
     if_asked: tuple[Any, ...] = ()
+    allows: Callable[[Any], bool] = lambda value: False
     copies: Callable[[Any], bool] = lambda value: False
     of_update: bool = False
 
@@ -48,7 +51,9 @@ class Saving:
             return tuple(options.values(self.choice, tuple(possible)))
         if self.choice not in options.allowed:
             return tuple(value for value in possible if value not in self.if_asked)
-        return tuple(value for value in possible if options.allows(self.choice, value))
+        allowed = (value for value in possible if options.allows(self.choice, value))
+        asked = options.values(self.choice)
+        return *allowed, *(value for value in asked if value not in possible and self.allows(value))
 
     @property
     def unasked(self) -> tuple[Any, ...]:
@@ -101,7 +106,8 @@ SAVINGS = (
         fastest="device",
         costs={"device": 0, "host": 1},
         weight=3,
-        copies=lambda place: place == "host",
+        allows=lambda value: not isinstance(value, str),
+        copies=lambda place: host_share(place) > 0,
     ),
     # A run gathers sharded parameters once a step, which takes as long and holds as much as ZeRO-1 does at its fullest.
     Saving(
