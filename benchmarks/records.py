@@ -252,6 +252,12 @@ SUBJECTS = {
         "--meshes",
         ("src/slipstream", "benchmarks/zoo", "tests/support"),
     ),
+    "random_context": Subject(
+        "random combinations with keys and values on the host against the unsplit model",
+        "random_exactness",
+        "--context host",
+        ("src/slipstream", "benchmarks/zoo", "tests/support"),
+    ),
     "loss_curves": Subject("100 losses on meshes of one to eight processes", "loss_curves"),
     "zoo": Subject(
         "which architectures of transformers are exact in slices",

@@ -3,7 +3,8 @@
     python -m benchmarks.random_exactness                      # an hour; writes results/random_exactness.json
     python -m benchmarks.random_exactness --cases 100 --seed 7 # so many, from this seed on; writes nothing
     python -m benchmarks.random_exactness --case 4711          # one of them, with what was drawn and its traceback
-    python -m benchmarks.random_exactness --context host --cases 200  # with keys and values on the host; writes nothing
+    python -m benchmarks.random_exactness --context host       # 200 with keys and values on the host, or some of them;
+                                                               # writes results/random_context.json
     python -m benchmarks.random_exactness --meshes             # 200 with ranks that share slices or experts; writes
                                                                # results/random_meshes.json
 
@@ -64,8 +65,8 @@ from slipstream.comm import TransportError
 from slipstream.errors import LostRankError
 from slipstream.model.toy import float64_masks, full_precision, quiet_transformers
 
-NAME, OF_MESHES = "random_exactness", "random_meshes"
-NUM_OF_MESHES = 200
+NAME, OF_MESHES, OF_CONTEXT = "random_exactness", "random_meshes", "random_context"
+NUM_OF_ONE_KIND = 200
 KEPT = Path(__file__).with_name("kept_seeds.txt")
 LIMITS = Limits(seconds=90, memory=4 << 30)
 LARGEST_ROUNDING = 1e-4  # below it an error may be what the case itself makes of rounding, which is then measured
@@ -84,22 +85,22 @@ def main() -> None:
     parser.add_argument("--case", help="run this one alone and print what was drawn")
     parser.add_argument("--workers", type=int, default=2, help="cases at a time")
     parser.add_argument("--meshes", action="store_true", help="cases on meshes with cp or ep alone")
-    parser.add_argument("--context", choices=["device", "host"], help="where all causal LMs keep keys and values")
+    parser.add_argument("--context", choices=["host"], help="where all keep keys and values, or some of them")
     parser.add_argument("--kept", action="store_true", help="run the kept seeds alone")
     options = parser.parse_args()
     prepare()
-    if options.context:
-        cuts.ALWAYS["context"] = options.context
+    cuts.ON_HOST = options.context == "host"
     if options.case is not None:
         seeds: Iterator[str] = iter([options.case])
     else:
-        seeds = chain(() if options.meshes else kept_seeds(), () if options.kept else _numbers(options))
+        is_one_kind = options.meshes or options.context is not None
+        seeds = chain(() if is_one_kind else kept_seeds(), () if options.kept else _numbers(options))
     rows = list[Row]()
     began = time.monotonic()
     for row in run(seeds, options.workers):
         rows.append(row)
         show(row, len(rows), time.monotonic() - began)
-        if not (options.case or options.cases or options.kept or options.context):
+        if not (options.case or options.cases or options.kept):
             keep(rows, options, time.monotonic() - began)
     if options.case:
         print(json.dumps(rows[0]["axes"], indent=1), *rows[0].get("ranks", []), rows[0].get("traceback", ""), sep="\n")
@@ -111,7 +112,7 @@ def main() -> None:
 
 def _numbers(options: argparse.Namespace) -> Iterator[str]:
     ends = time.monotonic() + 60 * options.minutes
-    cases = options.cases or NUM_OF_MESHES * options.meshes
+    cases = options.cases or NUM_OF_ONE_KIND * (options.meshes or options.context is not None)
     for number in count(options.seed):
         is_over = number - options.seed >= cases if cases else time.monotonic() > ends
         if is_over:
@@ -203,7 +204,7 @@ def outcome(seed: str, place: Place, rank: int, store: str, send: Send) -> Row:
         whole = case.own_start(whole)
         steps = case.steps()
         send({"axes": case.axes} if rank == 0 else {})
-        if case.has_dropout:
+        if case.has_dropout and place.family is Family.CAUSAL:
             with torch.no_grad():  # what can't run at all is told here: the reference is a Pipeline
                 whole(input_ids=torch.ones(1, 4, dtype=torch.int64))
         expected = None if case.has_dropout else _trained(case.unsplit(whole), steps)
@@ -288,7 +289,7 @@ def keep(rows: list[Row], options: argparse.Namespace, seconds: float) -> None:
         "exact within a wider bound": [row for row in kept if "bound" in row],
         "not exact": [row for row in kept if row["verdict"] != Verdict.EXACT.value],
     }
-    write(OF_MESHES if options.meshes else NAME, report)
+    write(OF_CONTEXT if options.context else OF_MESHES if options.meshes else NAME, report)
 
 
 def by_axis(rows: list[Row]) -> dict[str, dict[str, dict[str, int]]]:

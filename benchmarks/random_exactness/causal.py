@@ -96,6 +96,7 @@ class CausalCase:
     """A case; `axes` say what was drawn, as the record has it."""
 
     def __init__(self, seed: str, place: Place, folder: Path) -> None:
+        self.seed = seed
         self.dice, self.place, self.folder = Dice(f"{seed} causal"), place, folder
         self.of_replicas = Dice(f"{seed} replicas")  # of its own, so that the others draw what they drew before
         self.of_user = Dice(f"{seed} user")  # likewise
@@ -222,7 +223,7 @@ class CausalCase:
             settings["seq_len"] = self.length
         if place.has_processes:
             settings["parallel"] = self._parallel()
-        settings["memory"] = cuts.memory(dice, is_causal=True) | cuts.ALWAYS
+        settings["memory"] = cuts.memory(dice, is_causal=True) | cuts.context(self.seed)
         if place.shares and (is_list or "microbatches" in settings or settings.get("num_microbatches", 1) % 2):
             settings["memory"].pop("num_flushes", None)
         is_whole = self.kind == "plain" and settings.get("slices", 8) == 1 and "microbatches" not in settings

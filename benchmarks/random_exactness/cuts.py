@@ -140,8 +140,8 @@ def rows_and_tokens(dice: Dice, rows: int, length: int, is_cut: bool = True) -> 
     return found
 
 
-ALWAYS: dict[str, Any] = {}
-"""Settings of memory that every causal LM has, besides those that are drawn."""
+ON_HOST = False
+"""Whether all cases with attention to earlier slices have keys and values on the host, or a share of them."""
 
 
 def memory(dice: Dice, is_causal: bool) -> dict[str, Any]:
@@ -157,6 +157,12 @@ def memory(dice: Dice, is_causal: bool) -> dict[str, Any]:
     if happens(dice, 0.05):
         found["num_flushes"] = 2
     return found
+
+
+def context(seed: str) -> dict[str, Any]:
+    """Returns where keys and values lie, by dice of its own: a case is the same wherever they do."""
+    dice = Dice(f"{seed} context")
+    return {"context": dice.choice(["host", "host", round(dice.random(), 2)])} if ON_HOST else {}
 
 
 def grouped(settings: dict[str, Any]) -> dict[str, Any]:

@@ -169,6 +169,7 @@ class SequenceCase:
     """A case; `axes` say what was drawn, as the record has it."""
 
     def __init__(self, seed: str, place: Place, folder: Path) -> None:
+        self.seed = seed
         self.dice, self.place = Dice(f"{seed} sequence"), place
         self.kind = self.dice.choice(["images", "tokens", "cut", "cut"])
         table = {"images": {}, "tokens": BY_TOKEN | BY_ROW, "cut": BY_TOKEN | CAUSAL}[self.kind]
@@ -233,7 +234,9 @@ class SequenceCase:
         if found is not None:
             settings["partition"] = found
         settings |= cuts.rows_and_tokens(dice, self.rows, self.length, self.kind == "cut")
-        settings["memory"] = cuts.memory(dice, is_causal=False)
+        settings["memory"] = cuts.memory(dice, is_causal=False) | (
+            cuts.context(self.seed) if self.kind == "cut" else {}
+        )
         self.is_list = self.kind == "cut" and happens(dice, 0.2)
         if self.is_list and (settings.pop("microbatches", None) or isinstance(settings.get("slices"), list)):
             settings["slices"] = dice.randint(1, 4)
