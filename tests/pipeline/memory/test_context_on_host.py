@@ -19,6 +19,7 @@ from transformers import DeepseekV3Config, PretrainedConfig
 
 from slipstream import Memory, PlanOptions, SlipstreamError
 from slipstream.profile.stage_bench import memory_meter, tensors_alive
+from slipstream.schedule import Op
 from support.architectures import ARCHITECTURES, BOUND, build, gradients, llama, tokens
 from support.exact_steps import documents_error, exact_pipe, sequences_error
 from support.forked import ForkedProgram
@@ -27,7 +28,7 @@ from support.live_memory import LiveMemory, rehearsed_bytes
 from support.observers import BeforeEach
 from support.parameters import first_of
 from support.paths import WORKERS
-from support.pipelines import make_pipe
+from support.pipelines import computed_rows, make_pipe
 from support.timeouts import wait_until
 from support.unusual_layers import CROSSING, OWN_ATTENTION
 
@@ -51,7 +52,7 @@ MODELS: dict[str, PretrainedConfig] = {**ARCHITECTURES, **HYBRIDS, **CROSSING, "
     first_of(
         [
             ("gemma2", {"schedule": "1f1b", "recompute": "stage"}),  # a window and a soft cap
-            ("gpt_oss", {"schedule": "zb-h1"}),  # sinks
+            ("gpt_oss", {"schedule": "zb-h1", "memory_limit": 1e9}),  # sinks
             ("llama4_text", {"schedule": "gpipe", "recompute": "full"}),  # chunks
             ("gpt2", {"schedule": "interleaved-1f1b", "stages_per_rank": 2}),
             ("llama, tied", {"schedule": "1f1b", "offload": 1.0, "recompute": "selective"}),
@@ -183,6 +184,26 @@ def test_the_device_holds_nothing_of_a_slice_that_waits(name: str, recompute: st
             pipe.step(ids, ids)
             peaks.append(memory.peak - before)
     assert peaks[1] - peaks[0] < (8 + 8 + 2) * 8 * 64
+
+
+@pytest.mark.parametrize(
+    ("settings", "waits"),
+    [
+        ({}, False),
+        ({"context": 0.5}, False),
+        ({"context": "device"}, True),
+        ({"partition": [2, 2]}, True),
+        ({"memory_limit": 1e9}, True),
+    ],
+)
+def test_weight_gradients_wait_only_where_what_they_keep_is_counted(settings: dict[str, Any], waits: bool) -> None:
+    """By a plan, which has a cut, or within a limit: else W follows I directly."""
+    changed = {"slices": 4, "num_microbatches": 2, "num_ranks": 2, "context": "host"} | settings
+    rows = computed_rows(make_pipe(build(llama(num_hidden_layers=4)), "zb-h1", **changed))
+    following = [
+        after == action._replace(op=Op.W) for row in rows for action, after in pairwise(row) if action.op is Op.I
+    ]
+    assert all(following) != waits
 
 
 @pytest.mark.parametrize("name", OWN_ATTENTION)

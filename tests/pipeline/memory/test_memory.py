@@ -125,6 +125,9 @@ SETTINGS: list[dict[str, Any]] = [
     {"slices": 1, "recompute": "full"},
     {"slices": 4, "recompute": "full", "schedule": "zb-h1"},
     {"slices": 3, "recompute": "stage+full", "schedule": "gpipe"},
+    # A cut makes weight gradients wait as the order has it.
+    {"slices": 3, "schedule": "zb-v", "stages_per_rank": 2, "context": "host", "partition": [2, 2]},
+    {"slices": 4, "schedule": "zb-v", "stages_per_rank": 2, "context": 0.5, "partition": [2, 2], "recompute": "stage"},
 ]
 
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from slipstream.cost import partition_of
 from slipstream.errors import SlipstreamError
+from slipstream.options import host_share
 from slipstream.pipeline.cut_batch import even_microbatches
 from slipstream.pipeline.pipeline_options import PipelineOptions
 from slipstream.planner import OPEN, Plan
@@ -52,6 +53,14 @@ def may_split(options: PipelineOptions, compiled: Sequence[str]) -> bool:
     """Returns whether backwards may be split into input and weight gradients: not through modules that are compiled,
     nor where W would hold all that layers or segments compute again."""
     return not compiled and options.memory.recompute in ("none", "selective", "stage")
+
+
+def _may_postpone(options: PipelineOptions) -> bool:
+    """Returns whether a named schedule may postpone weight gradients. What these keep until then isn't to fill a device
+    whose keys and values are on the host, unless it is counted: by a plan, which gives the cut too, or within a
+    limit."""
+    memory = options.memory
+    return not host_share(memory.context) or options.partition != "auto" or memory.limit is not None
 
 
 class RowOrder(NamedTuple):
@@ -104,6 +113,7 @@ class StepSettings:
         self.is_counted = is_counted
         self.recompute = options.memory.recompute
         self.splits = may_split(options, compiled)
+        self._postpones = is_counted or _may_postpone(options)
         _check(schedule, slices, options.num_microbatches, num_flushes)
         lengths: int | Sequence[int] = USUAL_SLICES if isinstance(slices, str) else slices
         if isinstance(schedule, Schedule):
@@ -292,7 +302,7 @@ class StepSettings:
         """Returns the schedule to start from, with its backwards split where they may be."""
         counts = num_microbatches, num_slices, self._stages_per_rank
         schedule = make_schedule(self._name, self._num_ranks, *counts)
-        schedule = join_backwards(schedule) if self.reorders else schedule
+        schedule = join_backwards(schedule) if self.reorders or not self._postpones else schedule
         return split_backwards(schedule) if self.splits else schedule
 
 
