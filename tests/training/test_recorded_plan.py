@@ -20,6 +20,7 @@ from slipstream import Memory, Parallelism, make_schedule
 from slipstream.cost import Degrees, load_profile
 from slipstream.pipeline.pipeline_options import PipelineOptions
 from slipstream.pipeline.planning import StartRequest, is_free
+from slipstream.planner import Plan
 from slipstream.profile.cost_cache import CostCache
 from slipstream.train.config.config_values import parse_config
 from slipstream.train.data import PackedSequences, TokenisedText
@@ -69,7 +70,8 @@ def test_naming_one_of_them_leaves_the_others_to_counted_operations(sections: di
     config = parse_config(with_section(**sections))
     named = sections.get("pipeline", {})
     assert (config.pipeline.schedule, config.pipeline.slices) == (named.get("schedule"), named.get("slices"))
-    assert is_counted_open(config) == (config.pipeline.num_ranks > 1)
+    assert is_counted_open(config)
+    assert not is_counted_open(parse_config(with_section(pipeline={"num_ranks": 1, "slices": 8})))
 
 
 @pytest.mark.parametrize(
@@ -160,6 +162,18 @@ def test_what_was_chosen_is_for_sequences_and_stages_like_its_own() -> None:
         pipeline = {"schedule": schedule, "slices": [40, 24], "stages_per_rank": stages_per_rank}
         found = chosen_settings(parse_config(with_section(pipeline=pipeline)), chosen)
         assert ("schedule" in found) == (schedule == "auto")
+
+
+def test_a_single_rank_goes_on_in_the_slices_that_it_had() -> None:
+    plan = Plan(recompute="stage").closed(schedule=make_schedule("1f1b", 1, 1, 4), slices=(16,) * 4, partition=(4,))
+    chosen = {"plan": plan.closed(**Degrees().choices).dump()}
+    limited = with_section(pipeline={"num_ranks": 1}, memory={"limit": 1e9})
+    found = chosen_settings(parse_config(limited), chosen)
+    assert (found["slices"], found["memory"].recompute) == ([16] * 4, "stage")
+    assert chosen_settings(parse_config(with_section(pipeline={"num_ranks": 1, "slices": 8})), chosen) == {}
+    # Each step's slices follow from the longest sequence's, which are planned anew.
+    by_step = with_section(pipeline={"num_ranks": 1}, data={"packing": "none"})
+    assert chosen_settings(parse_config(by_step), chosen) == {}
 
 
 def train(folder: Path, output: str, *more: str, config: str = "free.yaml", num_processes: int = 2) -> str:

@@ -18,6 +18,7 @@ from slipstream.parallel.gpus import (
     fragmentation_advice,
     gpu_of,
     refuse_shards,
+    room_of_rank,
     share_gpus_by_nccl,
     shortage_explained,
 )

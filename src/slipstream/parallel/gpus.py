@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 
 from slipstream.errors import SlipstreamError
+from slipstream.machine_memory import machine_memory
 from slipstream.units import bytes_text, times_text
 
 TransportName = Literal["auto", "nccl", "gloo"]
@@ -36,6 +37,21 @@ _log = logging.getLogger(__name__)
 def gpu_of(local_rank: int) -> torch.device:
     """Returns the GPU of a process of this machine; where there are fewer than processes, they take turns."""
     return torch.device("cuda", local_rank % max(torch.cuda.device_count(), 1))
+
+
+_ROOM = 0.95  # the share of a device's memory beside fragments and libraries
+
+
+def room_of_rank(device: torch.device, num_local: int) -> float:
+    """Returns the bytes of a device's memory that a process may plan with.
+
+    `num_local` processes of this machine have equal parts of it, unless a launcher says how many there are.
+    """
+    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", num_local))
+    if device.type != "cuda":
+        return _ROOM * machine_memory().usable / num_local
+    share = min(1.0, torch.cuda.device_count() / num_local)
+    return _ROOM * share * torch.cuda.get_device_properties(device).total_memory
 
 
 def choose_backend(

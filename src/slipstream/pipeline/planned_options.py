@@ -10,11 +10,12 @@ from slipstream.pipeline.families import ModelFamily, StageLayout
 from slipstream.pipeline.pipeline_options import ExpectedBatch, PipelineOptions
 from slipstream.pipeline.planning import (
     CountedPlans,
+    LoneRankPlans,
+    NoRoomError,
     RowOrder,
     StepSettings,
     is_counted,
     with_plan,
-    with_stages,
     with_usual,
 )
 from slipstream.planner.joint import JointPlan, OutOfMemoryError
@@ -45,7 +46,7 @@ class PlannedOptions:
     layout: StageLayout
     plan: JointPlan | None = None
     rates: StageRates | None = None
-    counted: CountedPlans | None = None
+    counted: CountedPlans | LoneRankPlans | None = None
     unplanned: str = ""
 
     @classmethod
@@ -53,7 +54,8 @@ class PlannedOptions:
         """Plans what decides the stages: all that is "auto" from measured costs, and what nobody gave by counted
         operations; without a plan it is as usual. Collective.
 
-        Raises OutOfMemoryError where nothing fits the memory limit.
+        Raises OutOfMemoryError where nothing fits the memory limit, and NoRoomError where no slices of a single rank
+        fit its device.
         """
         options = family.completed(options)
         plan: JointPlan | None = None
@@ -62,15 +64,16 @@ class PlannedOptions:
             plan, rates = _measured(family, options, num_ranks)
             options = options if plan is None else with_plan(options, plan.plan)
             family.adopt(options)
-        counted: CountedPlans | None = None
         unplanned = ""
-        if num_ranks > 1 and is_counted(options):
+        if is_counted(options, num_ranks):
             try:
                 with watchdog_paused("planning by counted operations"):
                     counted = family.counted_plans(options, num_ranks)
-                    options_of_plan = with_stages(options, counted.plan_stages())
-                planned = _laid_out(family, options_of_plan, num_ranks, counted)
+                    decided = counted.decided(options)
+                planned = _laid_out(family, decided, num_ranks, counted)
                 return replace(planned, plan=plan, rates=rates, counted=counted)
+            except NoRoomError:
+                raise
             except SlipstreamError as error:
                 unplanned = str(error)
         return replace(
@@ -96,9 +99,19 @@ def _measured(
 
 
 def _laid_out(
-    family: ModelFamily, options: PipelineOptions, num_ranks: int, counted: CountedPlans | None = None
+    family: ModelFamily,
+    options: PipelineOptions,
+    num_ranks: int,
+    counted: CountedPlans | LoneRankPlans | None = None,
 ) -> PlannedOptions:
     family.adopt(options)
-    settings = StepSettings(options, num_ranks, family.default_slices, family.compiled, is_counted=counted is not None)
+    settings = StepSettings(
+        options,
+        num_ranks,
+        family.default_slices,
+        family.compiled,
+        is_counted=counted is not None,
+        slices_of_longest=counted.num_slices if isinstance(counted, LoneRankPlans) else None,
+    )
     rows = settings.usual if counted is None else counted.first_order(settings)
     return PlannedOptions(options, settings, rows, family.lay_out(rows.schedule, rows.slices))

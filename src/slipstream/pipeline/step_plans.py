@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 
 from slipstream.parallel import Ranks
@@ -13,7 +13,7 @@ from slipstream.pipeline.cut_batch import SplitBatch
 from slipstream.pipeline.families import ExecutedStep, ModelFamily, StageLayout
 from slipstream.pipeline.memory import MemoryLimit, RehearsedStep
 from slipstream.pipeline.planned_options import PlannedOptions
-from slipstream.pipeline.planning import FirstSteps, HeldBytes, RowOrder
+from slipstream.pipeline.planning import CountedPlans, FirstSteps, HeldBytes, LoneRankPlans, RowOrder
 from slipstream.pipeline.step_planning import DifferentLengthsError, StepPlanning
 from slipstream.planner.ragged import StageRates, StepPlan
 from slipstream.schedule import Schedule
@@ -67,7 +67,7 @@ class StepPlans:
         self._agreement = agreement
         self._cut = cut
         self.memory_limit = memory_limit
-        self._has_limit = options.memory.limit is not None
+        self._limit = options.memory.limit
         # The last step on rows of one length, and the number of rows, their length and the order that it is for.
         self._kept = ExecutedStep(layout, [])
         self._kept_for: tuple[int, int, RowOrder] | None = None
@@ -154,11 +154,20 @@ class StepPlans:
         with watchdog_paused("planning the first step"):
             most_rows = max(microbatch.num_sequences for microbatch in planned.microbatches)
             length = sum(planned.microbatches[0].slices)
-            if self.counted is not None and not self._has_limit:
+            if isinstance(self.counted, LoneRankPlans):
+                self.rows = self._within_limit(self.counted.orders(self.settings, length, most_rows), holds)
+            elif self.counted is not None and self._limit is None:
                 self.rows = self.counted.plan_rows(self.settings, length, most_rows)
             else:
                 self.rows = self.first_steps.begin(length, most_rows, holds) or self.rows
         return self.plan_for(whole)
+
+    def _within_limit(self, orders: Iterable[RowOrder], holds: Callable[[RowOrder], HeldBytes]) -> RowOrder:
+        """Returns the first order that a rehearsal shows within the limit, else the last one. Collective."""
+        for order in orders:
+            if self._limit is None or max(holds(order).peaks) <= self._limit:
+                break
+        return order
 
     def prepare(self, lengths: Sequence[int]) -> None:
         """Starts to plan a step in a thread; with a memory limit, only once a step has rehearsed some rows."""
@@ -201,7 +210,7 @@ class StepPlans:
         measured beside the model. Collective."""
         if self._rates is not None:
             return self._rates.of_rows(num_rows)
-        if self.counted is not None:
+        if isinstance(self.counted, CountedPlans):
             return self.counted.rates(length, num_rows)
         return self._family.measured_rates(self._layout, length, num_rows, _log.info)
 

@@ -9,7 +9,7 @@ import torch
 from slipstream.errors import SlipstreamError
 from slipstream.model import check_compiler
 from slipstream.network_interfaces import interface_problems
-from slipstream.parallel import choose_backend, describe_sharing, gpu_of, refuse_shards
+from slipstream.parallel import choose_backend, describe_sharing, gpu_of, refuse_shards, room_of_rank
 from slipstream.train.config import Config
 from slipstream.units import plural
 
@@ -72,14 +72,9 @@ def share_of_gpu(config: Config) -> float:
     return min(1.0, torch.cuda.device_count() / count_local_ranks(config)) if sharing_here(config) else 1.0
 
 
-_ROOM = 0.95  # the share of a device's memory beside fragments and libraries
-
-
 def memory_of_a_rank(config: Config) -> float:
     """Returns the bytes that a rank may plan with on this machine, whose ranks have equal parts of its memory."""
-    if choose_device_type(config) == "cuda":
-        return _ROOM * share_of_gpu(config) * torch.cuda.get_device_properties(0).total_memory
-    return _ROOM * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / count_local_ranks(config)
+    return room_of_rank(torch.device(choose_device_type(config)), config.num_processes)
 
 
 def check_machine(config: Config) -> None:

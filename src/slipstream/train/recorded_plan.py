@@ -79,7 +79,7 @@ def is_open(config: Config) -> bool:
 
 def is_counted_open(config: Config) -> bool:
     """Returns whether something is left open that the Pipeline plans by counted operations."""
-    return config.pipeline.num_ranks > 1 and is_counted(PipelineOptions(**config.pipeline_options()))
+    return is_counted(PipelineOptions(**config.pipeline_options()), config.pipeline.num_ranks)
 
 
 def start_settings(run: RunContext, sequences: TrainingSequences, saved: SavedCheckpoint | None) -> dict[str, Any]:
@@ -128,8 +128,9 @@ def chosen_settings(config: Config, chosen: Mapping[str, Any]) -> dict[str, Any]
     schedule = plan.schedule
     assert isinstance(schedule, Schedule), "a checkpoint has the order itself"
     rates = chosen.get("rates")
+    # A single rank's slices follow from its memory, and its stages need no plan.
     if rates is None and config.data.packing == "none" and is_counted_open(config):
-        return _counted_stages(config, plan)
+        return {} if pipeline.num_ranks == 1 else _counted_stages(config, plan)
     if (rates is None) != (config.data.packing == "fixed"):
         return {}
     counts = pipeline.num_microbatches, config.training.seq_len

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from slipstream.cost import CountedSource, typical_cluster, with_exchange
+from slipstream.cost import Costs, CountedSource, typical_cluster, with_exchange
 from slipstream.errors import SlipstreamError
 from slipstream.model import (
     IGNORED,
@@ -44,7 +44,7 @@ from slipstream.model import (
 )
 from slipstream.model.hooks import TokenSlice
 from slipstream.number_format import AUTOCAST, BFLOAT16
-from slipstream.parallel import Ranks, SharedStages, check_sharing, check_tensor_parallel
+from slipstream.parallel import Ranks, SharedStages, check_sharing, check_tensor_parallel, room_of_rank
 from slipstream.parallel.tensor import TensorParallel, vocabulary_cross_entropy, vocabulary_token_losses
 from slipstream.pipeline.batch import Batch, places
 from slipstream.pipeline.cut_batch import SplitBatch, consecutive_groups, cut_batch, rows_of
@@ -60,6 +60,7 @@ from slipstream.pipeline.families.causal_lm_layout import (
     planned_vocabulary,
     spread_heads,
 )
+from slipstream.pipeline.families.counted_step import CountedStep
 from slipstream.pipeline.families.flop_estimate import FlopEstimate, flop_rates
 from slipstream.pipeline.families.model_family import ModelFamily
 from slipstream.pipeline.families.stage_layout import StageLayout
@@ -75,6 +76,8 @@ from slipstream.pipeline.pipeline_options import ExpectedBatch, PipelineOptions,
 from slipstream.pipeline.planning import (
     NOMINAL_LENGTH,
     CountedPlans,
+    LoneRankPlans,
+    RankRoom,
     StartRequest,
     is_free,
     may_split,
@@ -87,6 +90,7 @@ from slipstream.planner.joint import JointPlan, JointProblem
 from slipstream.planner.ragged import StageRates
 from slipstream.profile import count_model
 from slipstream.schedule import USUAL_SLICES, Schedule, SlicedMicrobatch
+from slipstream.units import bytes_text
 
 # Entries of configurations that are the token id in whose place a model puts an image, a sound or a video.
 _PLACEHOLDER = re.compile(r"(image|video|audio)_token_(id|index)")
@@ -235,7 +239,7 @@ class CausalLMFamily(ModelFamily):
         request = self.start_request(num_ranks, self._options.expected)
         return plan_start(self.config, request, self._ranks, self._device, say)
 
-    def counted_plans(self, options: PipelineOptions, num_ranks: int) -> CountedPlans:
+    def counted_plans(self, options: PipelineOptions, num_ranks: int) -> CountedPlans | LoneRankPlans:
         expected = options.expected
         num_microbatches = (expected and expected.num_microbatches) or options.num_microbatches
         in_flush = max(1, num_microbatches // options.memory.num_flushes)
@@ -247,25 +251,55 @@ class CausalLMFamily(ModelFamily):
         device = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else None
 
         @cache
-        def source() -> CountedSource:
+        def source(seq_len: int) -> CountedSource:
             computed = torch_dtype(BFLOAT16.name if request.dtype == AUTOCAST else request.dtype)
             assert computed is not None
             count = count_model(
-                self.config, longest, computed, self.trained, options.runtime.fused, halves=not stays_whole
+                self.config, seq_len, computed, self.trained, options.runtime.fused, halves=not stays_whole
             )
             if not count.num_trained:
                 raise SlipstreamError("nothing is trained")
             cluster = typical_cluster(device, self._ranks.world.size * (num_ranks // self._ranks.pipeline.size))
             return CountedSource(count, cluster, self.name, options.parallel.sequence_parallel, options.runtime.fused)
 
+        def costs(seq_len: int, num_rows: int) -> Costs:
+            counted = source(seq_len)
+            return counted.costs(with_exchange(counted.model, degrees, is_whole=False), num_rows)
+
+        if num_ranks == 1:
+            # Windows longer than a sequence are none.
+            account = CountedStep(
+                options, self.compiled, request, lambda length, rows: costs(max(length, longest), rows), self._whole
+            )
+            return LoneRankPlans(options, self._ranks, account, self._room(options), longest, self._useless(options))
+
         def problem(length: int, num_rows: int) -> JointProblem:
             asked = replace(request, seq_len=length, microbatch_size=num_rows)
-            shared = with_exchange(source().model, degrees, is_whole=False)
-            return replace(
-                asked.problem(source().costs(shared, num_rows), length), split=may_split(options, self.compiled)
-            )
+            return replace(asked.problem(costs(longest, num_rows), length), split=may_split(options, self.compiled))
 
         return CountedPlans(options, num_ranks, self._ranks, problem, longest)
+
+    def _whole(self) -> PreTrainedModel:
+        """Returns the whole model on the meta device, as it is trained."""
+        return meta_model(self.config) if self._outline is None else self._outline
+
+    def _room(self, options: PipelineOptions) -> RankRoom:
+        """Returns the memory that a rank may fill."""
+        if options.memory.limit is not None:
+            return RankRoom(options.memory.limit, f"memory.limit is {bytes_text(options.memory.limit)}")
+        size = None if options.expected is None else options.expected.device_memory
+        size = room_of_rank(self._device, self._ranks.world.size) if size is None else size
+        here = "this GPU" if self._device.type == "cuda" else "this machine"
+        return RankRoom(size, f"{here} has room for {bytes_text(size)}")
+
+    def _useless(self, options: PipelineOptions) -> set[str]:
+        """Returns settings of `memory` that save nothing here, or are refused."""
+        useless = set[str]()
+        if self._device.type != "cuda" or options.parallel.shard == "parameters":
+            useless.add("optimizer")
+        if self._anatomy.attends_itself or options.runtime.cuda_graphs:
+            useless.add("context")
+        return useless
 
     def completed(self, options: PipelineOptions) -> PipelineOptions:
         return options.measured()

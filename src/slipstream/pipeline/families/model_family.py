@@ -17,7 +17,7 @@ from slipstream.pipeline.cut_batch import SplitBatch
 from slipstream.pipeline.execution.losses import Losses, OutputForms
 from slipstream.pipeline.families.stage_layout import StageLayout
 from slipstream.pipeline.pipeline_options import PipelineOptions
-from slipstream.pipeline.planning import CountedPlans
+from slipstream.pipeline.planning import CountedPlans, LoneRankPlans
 from slipstream.planner.joint import JointPlan
 from slipstream.planner.ragged import StageRates
 from slipstream.schedule import Schedule, SlicedMicrobatch
@@ -64,7 +64,7 @@ class ModelFamily(ABC):
         """Returns the plan of schedule, slices and partition, and its stages' rates. Collective."""
 
     @abstractmethod
-    def counted_plans(self, options: PipelineOptions, num_ranks: int) -> CountedPlans:
+    def counted_plans(self, options: PipelineOptions, num_ranks: int) -> CountedPlans | LoneRankPlans:
         """Returns the plans of what the options leave open, by counted operations. Collective.
 
         Raises SlipstreamError where these can't be known.

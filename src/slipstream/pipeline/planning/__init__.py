@@ -5,11 +5,11 @@ from slipstream.pipeline.planning.counted_plans import (
     CountedPlans,
     LayerUnits,
     is_counted,
-    with_stages,
     with_usual,
 )
 from slipstream.pipeline.planning.decided_options import decided_options, with_plan
 from slipstream.pipeline.planning.first_steps import FirstSteps, HeldBytes
+from slipstream.pipeline.planning.lone_rank import LoneRankPlans, NoRoomError, RankRoom
 from slipstream.pipeline.planning.plan_before_training import (
     StartRequest,
     held_beside,
@@ -17,4 +17,4 @@ from slipstream.pipeline.planning.plan_before_training import (
     measure_rates,
     plan_start,
 )
-from slipstream.pipeline.planning.step_settings import RowOrder, StepSettings, may_split
+from slipstream.pipeline.planning.step_settings import RowOrder, StepSettings, may_split, usual_order

@@ -58,14 +58,17 @@ _RECOMPUTED = ("none", "full", "stage", "stage+full")  # policies with known tim
 Problem = Callable[[int, int], JointProblem]
 
 
-def is_counted(options: PipelineOptions) -> bool:
+def is_counted(options: PipelineOptions, num_ranks: int) -> bool:
     """Returns whether something is left open that counted operations decide: nothing is "auto", which is measured, and
-    neither each rank's order nor the microbatches are given. A spread head keeps the usual plan."""
+    neither each rank's order nor the microbatches are given. A spread head keeps the usual plan; of a single rank the
+    slices alone are decided."""
     schedule = options.schedule
     if isinstance(schedule, Schedule) or options.is_measured or options.microbatches is not None:
         return False
     if options.vocabulary == "spread":
         return False
+    if num_ranks == 1:
+        return options.slices is None
     may_have_several = schedule in SCHEDULES and len(SCHEDULES[schedule].stages_per_rank) > 1
     return schedule is None or options.slices is None or (options.stages_per_rank is None and may_have_several)
 
@@ -162,6 +165,14 @@ class CountedPlans:
         self._knows_length = options.row_length is not None or not isinstance(lengths, int | str | None)
         self._knows_length |= units is not None
         self._plan: JointPlan | None = None
+
+    def decided(self, options: PipelineOptions) -> PipelineOptions:
+        """Returns the options with the planned stages and recomputation, in which the order and the slices that are
+        open still are. Collective.
+
+        Raises SlipstreamError as `plan_stages`.
+        """
+        return with_stages(options, self.plan_stages())
 
     def plan_stages(self) -> Plan:
         """Returns the plan of all that is open. Collective.
@@ -342,7 +353,7 @@ def _text(plan: JointPlan, length: int, order_follows: bool) -> str:
     if order_follows:
         what = f"{stages}, for sequences of {length} tokens; order and slices with the first batch"
     else:
-        what = f"{_order_name(schedule)} order on {stages}, {_slices_text(plan.slices)}"
+        what = f"{_order_name(schedule)} order on {stages}, {slices_text(plan.slices)}"
     return f'planned by counted operations: {what}; say schedule="auto" to measure'
 
 
@@ -350,7 +361,7 @@ def _order_name(schedule: Schedule) -> str:
     return "a searched" if schedule.name in AUTOMATIC else f"the {schedule.name}"
 
 
-def _slices_text(slices: Sequence[int]) -> str:
+def slices_text(slices: Sequence[int]) -> str:
     if len(slices) == 1:
         return "whole sequences"
     lengths = f"{slices[0]}" if len(set(slices)) == 1 else f"{max(slices)} to {min(slices)}"

@@ -76,6 +76,7 @@ class StartRequest(ExpectedBatch):
         context: where keys and values lie, on the "device" or the "host", or the share that is on the host.
         context_gradients: in what their gradients are summed, "wide" numbers or those of the "model".
         optimizer: where the optimizer runs, likewise.
+        offload: the share of slices whose activations are on the host.
         tied: whether the head's weight embeds too.
         trained: what of the model is trained.
     """
@@ -91,6 +92,7 @@ class StartRequest(ExpectedBatch):
     context: str | float = "device"
     context_gradients: str = "wide"
     optimizer: str = "device"
+    offload: float = 0.0
     tied: bool = False
     trained: TrainedWeights = ALL_WEIGHTS
 
@@ -109,6 +111,7 @@ class StartRequest(ExpectedBatch):
             shard=self.parallel.shard,
             context=self.context,
             optimizer=self.optimizer,
+            offload=self.offload,
         )
         return mesh.closed(
             schedule=plan.schedule, slices=plan.slices, partition=plan.partition, recompute=plan.recompute

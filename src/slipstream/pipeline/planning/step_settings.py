@@ -94,10 +94,12 @@ class StepSettings:
         default_slices: int = 1,
         compiled: Sequence[str] = (),
         is_counted: bool = False,
+        slices_of_longest: int | None = None,
     ) -> None:
         """`default_slices` is their number where the options have none; `compiled` names modules whose backward is one
         piece, so that none is split; `is_counted` is whether what is open is planned by counted operations, without
-        measuring."""
+        measuring; `slices_of_longest` is how many the longest of sequences of different lengths has, where that is
+        neither given nor left to the plan of each step."""
         usual = usual_order(options, num_ranks)
         schedule, stages_per_rank = usual.schedule, usual.stages_per_rank
         slices = default_slices if options.slices is None else options.slices
@@ -111,6 +113,7 @@ class StepSettings:
         self.is_open = self.reorders or self._reslices
         """Whether the order or the slices are to be found."""
         self.is_counted = is_counted
+        self._slices_of_longest = slices_of_longest
         self.recompute = options.memory.recompute
         self.splits = may_split(options, compiled)
         self._postpones = is_counted or _may_postpone(options)
@@ -219,7 +222,9 @@ class StepSettings:
         for rows of one length.
         """
         self._check_lengths_may_differ(is_planned=True)
-        num_slices = None if self.is_given or self._reslices else self.usual.num_slices
+        num_slices = None if self.is_given else self._slices_of_longest
+        if not self.is_given and not self._reslices:
+            num_slices = self.usual.num_slices
         is_free = num_slices is None and self._num_microbatches == 1 and not self.is_counted
         return StepProblem(
             lengths=lengths,
@@ -245,7 +250,7 @@ class StepSettings:
         usual = self.usual.schedule
         counts = usual.slice_counts
         if not self.is_given:
-            longest = -(-max(rows) // self.usual.num_slices)
+            longest = -(-max(rows) // (self._slices_of_longest or self.usual.num_slices))
             counts = tuple(-(-row // longest) for row in rows)
         if len(counts) != len(rows):
             raise SlipstreamError(

@@ -65,12 +65,12 @@ class PipelineSection(Record):
     configuration. auto: the best order found for the stages' measured costs, and all else that is left out with it;
     auto-v: the same in a V-shaped placement, with 2 stages per rank. If schedule, slices, partition and stages_per_rank
     are all left out, they are planned from measured costs; if some are, these are planned by counted operations, within
-    a second. 1f1b for a single process."""
+    a second. 1f1b for a single rank."""
     num_microbatches: PositiveInt = 1
     """Parts of a batch that go through the pipeline one after another."""
     slices: Literal["auto"] | PositiveInt | list[PositiveInt] | None = None
     """Token slices of a sequence: how many, or the length of each. auto: the best ones found for the stages' measured
-    costs. Default: planned, as `schedule`; 8 for a single process."""
+    costs. Default: planned, as `schedule`; for a single rank 8, or as many as a step needs to fit the memory."""
     microbatches: list[tuple[PositiveInt, list[PositiveInt]]] | None = None
     """Instead of `num_microbatches` and `slices`: the rows of each part of a replica's batch, and the lengths of its
     slices, such as `[[2, [704, 688, 656]], [1, [2048]]]` for 3 sequences of 2048 tokens."""
