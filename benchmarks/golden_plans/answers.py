@@ -38,7 +38,7 @@ Answer = dict[str, Any]
 
 _FOLDER = Path(__file__).parent / "profiles"
 _GRANULARITY = 64  # tokens
-_NEW = ("context", "optimizer")  # choices that have come since plans.json was recorded
+_NEW = ("context", "optimizer", "loss_tokens")  # choices that have come since plans.json was recorded
 _ROUNDING = 1e-12  # of a step: causes are differences
 _ROUNDING_OF_BYTES = 1e-9
 _EFFORT = 0.05  # of a run's search

@@ -148,7 +148,7 @@ def test_what_was_chosen_is_for_sequences_and_stages_like_its_own() -> None:
     assert (found["partition"], found["slices"], found["memory"].recompute) == ([1, 3], [40, 24], 1)
     by_keys = chosen | {"degrees": Degrees(context=2, exchange="keys")}
     # What is on the host isn't the plan's: a run may resume with another place.
-    there = {"context": "host", "optimizer": "host"}
+    there = {"context": "host", "optimizer": "host", "loss_tokens": 16}
     on_host = parse_config(with_section(memory=there))
     written = {"plan": recorded_plan(chosen).closed(**Degrees().choices).dump()}
     memory = chosen_settings(on_host, chosen | written)["memory"]

@@ -74,6 +74,9 @@ def plan(
         _List, _choices("Where keys and values lie: device, host, or a share on the host, 0 to 1")
     ] = None,
     optimizer: Annotated[_List, _choices("Where the optimizer runs, with its state: device (default), host")] = None,
+    loss_tokens: Annotated[
+        int | None, count("Tokens of a slice whose logits exist at a time (memory.loss_tokens). Default: all.")
+    ] = None,
     vocabulary: Annotated[_List, _choices("The head's rows: whole, or spread over the ranks of a pipeline")] = None,
     shard: Annotated[_List, _choices("What is sharded over the pipelines: none, optimizer, parameters")] = None,
     fused: Annotated[
@@ -109,6 +112,7 @@ def plan(
         "fused": fused,
         "memory_limit": memory_limit,
         "host_memory_limit": host_memory_limit,
+        "loss_tokens": loss_tokens,
         "num_best": top,
         **listed(int, tensor_parallel=tensor_parallel, pipeline_parallel=pipeline_parallel),
         **listed(int, data_parallel=data_parallel, stages_per_rank=stages_per_rank),

@@ -14,10 +14,12 @@ from slipstream.cost.mode import (
     Mode,
     NarrowContextGradients,
     PartlyTrained,
+    TiledLoss,
     WithoutHead,
     WithoutLookups,
     with_context,
     with_context_gradients,
+    with_loss_tokens,
 )
 from slipstream.cost.operation_counts import (
     Amount,

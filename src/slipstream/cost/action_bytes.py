@@ -17,12 +17,15 @@ class ActionBytes:
         deferred: those that I leaves for W, output gradients among it, less those of F's that it frees.
         peaks: the most that F needs above those it keeps, and B, I and W above those in use before.
         alone: the most that F holds where it keeps nothing.
+        loss: the most that B and I need besides while they differentiate a loss that runs on some tokens at a time,
+            before weights other than the head's have gradients.
     """
 
     kept: float
     deferred: float
     peaks: Mapping[Op, float]
     alone: float = 0.0
+    loss: float = 0.0
 
     @classmethod
     def estimated(cls, kept: float, made: float, num_layers: int, passing: float = 0.0) -> ActionBytes:

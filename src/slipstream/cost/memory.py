@@ -91,6 +91,14 @@ def memory_table(
         for (unit, op), footprint in footprints.items()
         if op in (Op.B, Op.W)
     }
+    losses = _losses(costs, stages, slices)
+    of_head = StageParts(len(costs.parts) - 1, len(costs.parts))
+    for unit, op in [key for key in footprints if key[1] in (Op.B, Op.I) and losses.get((key[0].stage, key[0].slice))]:
+        footprint = footprints[unit, op]
+        during = losses[unit.stage, unit.slice] + max(0.0, footprint.leaves)
+        footprints[unit, op] = replace(footprint, peak=max(footprint.peak, during))
+        if op is Op.B:
+            first[unit, op] = max(first[unit, op], during + state.gradients * costs.num_trained(of_head))
     messages = [float(costs.message_bytes(length)) for length in slices]
     return MemoryTable(
         footprints=footprints,
@@ -112,6 +120,15 @@ def memory_table(
         kept_gradients=None if update.place == "device" else per_stage(partial(_kept_gradients, costs, update)),
         like=like,
     )
+
+
+def _losses(costs: Costs, stages: Sequence[Stage], slices: tuple[int, ...]) -> dict[tuple[int, int], float]:
+    """Returns what backwards need while they differentiate a loss that runs on some tokens at a time, by (stage,
+    slice); nothing where it runs on all."""
+    last = len(stages) - 1
+    if not costs.action_bytes(stages[last], slices[0]).loss:
+        return {}
+    return {(last, s): costs.action_bytes(stages[last], length).loss for s, length in enumerate(slices)}
 
 
 def _host_context(

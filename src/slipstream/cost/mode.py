@@ -7,8 +7,9 @@ changes costs is applied in this order:
    those of one rank already.
 2. What is trained: of counted models by the counts, of measured times by `PartlyTrained`.
 3. Which weights are elsewhere: `WithoutHead`, `WithoutLookups`, in either order.
-4. How gradients of keys and values are summed, `NarrowContextGradients`; then where they lie, `ContextOnHost`.
-5. The update that ends a step, whose state may be spread (`slipstream.cost.update`).
+4. How many tokens have logits at a time, `TiledLoss`.
+5. How gradients of keys and values are summed, `NarrowContextGradients`; then where they lie, `ContextOnHost`.
+6. The update that ends a step, whose state may be spread (`slipstream.cost.update`).
 """
 
 from __future__ import annotations
@@ -450,6 +451,76 @@ def with_context(costs: Costs, context: str | float, host: HostMemorySpec | None
     `seq_len` tokens there."""
     share = host_share(context)
     return ContextOnHost(costs, host or ANY_HOST, share, seq_len) if share else costs
+
+
+_WIDE = 4  # bytes of a logit's gradient in float32
+
+
+@dataclass(frozen=True)
+class TiledLoss(Mode):
+    """Costs where the head and the loss run on some tokens of a slice at a time, and again in the backward: so the
+    logits of no more tokens exist, and none are kept.
+
+    Args:
+        num_tokens: of a row, whose logits exist at the same time.
+    """
+
+    num_tokens: int
+
+    @property
+    def _head(self) -> StageParts:
+        last = len(self.costs.parts) - 1
+        return StageParts(last, last + 1)
+
+    def _of_head(self, row: Any) -> Floats:
+        """Returns a row of the head's kind, and zeros for other kinds, (kinds, slices)."""
+        rows = np.zeros((self.num_kinds, len(row)))
+        rows[self.parts[-1]] = row
+        return rows
+
+    def each_seconds(self, work: Work) -> Floats:
+        seconds = self.costs.each_seconds(work)
+        if work.op not in (Op.B, Op.I):
+            return seconds
+        again = self.costs.each_seconds(work._replace(op=Op.F))[self.parts[-1]]
+        return seconds + self._of_head(again * self.each_has_backward[self.parts[-1]])
+
+    def _kept_logits(self, lengths: Any) -> Floats:
+        """Returns what the head keeps otherwise, (kinds, slices): probabilities, as wide as the gradient."""
+        return self._of_head([self.costs.logits_gradient_bytes(self._head, int(length)) for length in lengths])
+
+    def each_activation(self, lengths: Any) -> Floats:
+        return np.maximum(self.costs.each_activation(lengths) - self._kept_logits(lengths), 0.0)
+
+    def each_product(self, lengths: Any) -> Floats:
+        return np.maximum(self.costs.each_product(lengths) - self._kept_logits(lengths), 0.0)
+
+    def logits_gradient_bytes(self, stage: Stage, length: int) -> float:
+        return self.costs.logits_gradient_bytes(stage, min(length, self.num_tokens))
+
+    def action_bytes(self, stage: Stage, length: int) -> ActionBytes:
+        action = self.costs.action_bytes(stage, length)
+        if not self.has_head(stage) or not self.has_backward(stage):
+            return action
+        parts = self.parts_of(stage)
+        before = StageParts(parts.start, parts.stop - 1)
+        others = ActionBytes.estimated(0.0, 2 * float(self.message_bytes(length)), 1)
+        if before.start < before.stop:
+            others = self.costs.action_bytes(before, length)
+        tile = self.logits_gradient_bytes(stage, length)
+        whole = self.costs.logits_gradient_bytes(stage, length)
+        kept = max(0.0, action.kept - whole)
+        # W multiplies the gradients of all logits, in the model's type.
+        deferred = others.deferred + whole * min(1.0, self.dtype_bytes / _WIDE)
+        # A forward has logits and probabilities at the same time, a backward these and the gradients of both.
+        peaks = {op: max(peak, 2 * tile * (op is Op.F)) for op, peak in others.peaks.items()}
+        alone = max(others.alone, others.peaks[Op.F], 2 * tile)
+        return ActionBytes(kept, deferred, peaks, alone, loss=3 * tile)
+
+
+def with_loss_tokens(costs: Costs, num_tokens: int) -> Costs:
+    """Returns the costs where so many tokens of a slice have logits at a time; 0: all of them."""
+    return TiledLoss(costs, num_tokens) if num_tokens else costs
 
 
 @dataclass(frozen=True)

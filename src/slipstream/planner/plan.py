@@ -60,6 +60,7 @@ class Plan:
         context_parallel: ranks that share every slice.
         expert_parallel: ranks over which experts are spread.
         context_exchange: the exchange around attention of ranks that share slices: "heads" for tokens, or "keys".
+        loss_tokens: the tokens of a slice whose logits exist at a time, 0 for all.
         vocabulary: where the head's rows are: "whole", on the last stage's rank, or "spread" over the ranks of the
             pipeline.
         num_microbatches: microbatches of a pipeline's step.
@@ -84,6 +85,7 @@ class Plan:
     context_parallel: int = OPEN
     expert_parallel: int = OPEN
     context_exchange: str = OPEN
+    loss_tokens: int = OPEN
     vocabulary: str = OPEN
     num_microbatches: int = OPEN
     placement: tuple[int, ...] = OPEN

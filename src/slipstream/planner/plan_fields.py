@@ -44,6 +44,10 @@ _SHARES = NumberRule(
     lambda value: isinstance(value, (int, float)) and 0 <= value <= 1,
     "give the share of slices that is offloaded, 0 to 1",
 )
+_TILES = NumberRule(
+    lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= 0,
+    "give the tokens of a slice whose logits exist at a time, or 0 for all",
+)
 
 
 _SHARES_ON_HOST = NumberRule(
@@ -315,6 +319,16 @@ PLAN_FIELDS: Mapping[str, PlanField] = {
             said="optimizer on the {}",
             title="optimizer",
             meaning="where it runs, with its state",
+        ),
+        PlanField(
+            name="loss_tokens",
+            numbers=_TILES,
+            setting="memory.loss_tokens",
+            absent=0,
+            written=lambda tokens: tokens or None,
+            plain=0,
+            said="loss of {} tokens at a time",
+            text=lambda tokens: str(tokens or "all"),
         ),
         PlanField(
             name="vocabulary",

@@ -226,6 +226,7 @@ class CausalLMFamily(ModelFamily):
             context=options.memory.context,
             context_gradients=options.memory.context_gradients,
             optimizer=options.memory.optimizer,
+            loss_tokens=options.memory.loss_tokens or 0,
             tied=self.is_tied,
             trained=self.trained,
         )

@@ -44,12 +44,8 @@ class CountedStep:
     def peak(self, slices: Sequence[int], num_rows: int, changes: Mapping[str, str]) -> float:
         """See `StepAccount`."""
         memory = self.options.memory.model_copy(update=dict(changes))
-        for name, is_known in (
-            ("recompute", memory.recompute in _COUNTED),
-            ("loss_tokens", memory.loss_tokens is None),
-        ):
-            if not is_known:
-                raise SlipstreamError(f"what memory.{name}={getattr(memory, name)} saves isn't counted")
+        if memory.recompute not in _COUNTED:
+            raise SlipstreamError(f"what memory.recompute={memory.recompute} saves isn't counted")
         order = usual_order(self.options, 1)
         assert isinstance(order.schedule, str), "a given order has its own slices"
         num_microbatches = min(self.request.num_microbatches, _MOST_MICROBATCHES)
@@ -66,6 +62,7 @@ class CountedStep:
             context=memory.context,
             optimizer=memory.optimizer,
             offload=memory.offload,
+            loss_tokens=memory.loss_tokens or 0,
         )
         plan = Plan(
             schedule=schedule,

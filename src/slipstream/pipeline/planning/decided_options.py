@@ -17,10 +17,10 @@ _OF_STAGES = ("schedule", "slices", "stages_per_rank", "partition")
 def decided_options(plan: Plan, memory: Memory, parallel: Parallelism) -> dict[str, Any]:
     """Returns the options that a plan decides, by their names.
 
-    What is open in the plan is left out; `memory` and `parallel` have the settings beside its own. What is on the host
-    is among these: no plan of stages and orders decides it.
+    What is open in the plan is left out; `memory` and `parallel` have the settings beside its own. What is on the host,
+    and how many tokens have logits at a time, is among these: no plan of stages and orders decides it.
     """
-    sections = replace(plan, context=OPEN, optimizer=OPEN).settings()
+    sections = replace(plan, context=OPEN, optimizer=OPEN, loss_tokens=OPEN).settings()
     options = {name: sections["pipeline"][name] for name in _OF_STAGES if name in sections["pipeline"]}
     # Layers that take whole microbatches accept slices=1 only, and no list of lengths.
     if options.get("slices") == [1]:

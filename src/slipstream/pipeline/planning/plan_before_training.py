@@ -27,6 +27,7 @@ from slipstream.cost import (
     profile_behind,
     with_context,
     with_context_gradients,
+    with_loss_tokens,
 )
 from slipstream.errors import SlipstreamError
 from slipstream.model import ALL_WEIGHTS, TrainedWeights, find_anatomy, why_layers_stay_whole
@@ -77,6 +78,7 @@ class StartRequest(ExpectedBatch):
         context_gradients: in what their gradients are summed, "wide" numbers or those of the "model".
         optimizer: where the optimizer runs, likewise.
         offload: the share of slices whose activations are on the host.
+        loss_tokens: the tokens of a slice whose logits exist at a time, 0 for all.
         tied: whether the head's weight embeds too.
         trained: what of the model is trained.
     """
@@ -93,6 +95,7 @@ class StartRequest(ExpectedBatch):
     context_gradients: str = "wide"
     optimizer: str = "device"
     offload: float = 0.0
+    loss_tokens: int = 0
     tied: bool = False
     trained: TrainedWeights = ALL_WEIGHTS
 
@@ -112,6 +115,7 @@ class StartRequest(ExpectedBatch):
             context=self.context,
             optimizer=self.optimizer,
             offload=self.offload,
+            loss_tokens=self.loss_tokens,
         )
         return mesh.closed(
             schedule=plan.schedule, slices=plan.slices, partition=plan.partition, recompute=plan.recompute
@@ -132,9 +136,10 @@ class StartRequest(ExpectedBatch):
     def problem(self, costs: Costs, longest: int) -> JointProblem:
         """Returns the search's problem, with costs of slices of up to `longest` tokens: shorter ones than were asked
         for, where time ran out."""
+        tiled = with_loss_tokens(costs, self.loss_tokens)
         problem = JointProblem(
             costs=with_context(
-                with_context_gradients(costs, self.context_gradients), self.context, ANY_HOST, self.seq_len
+                with_context_gradients(tiled, self.context_gradients), self.context, ANY_HOST, self.seq_len
             ),
             update=Update(self.state, self.replicas * costs.degrees.token_ranks, self.parallel.shard, self.optimizer),
             seq_len=self.seq_len,

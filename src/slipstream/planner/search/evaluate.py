@@ -28,6 +28,7 @@ from slipstream.cost import (
     memory_table,
     unit_bounds,
     with_context,
+    with_loss_tokens,
 )
 from slipstream.errors import SlipstreamError
 from slipstream.planner.joint import JointProblem, spread_costs
@@ -361,7 +362,7 @@ def evaluate(
     _check_known(plan, costs, host)
     check_partition(plan.partition, costs.num_layers, costs.units_per_layer)
     bounds = unit_bounds(plan.partition, costs.num_layers, costs.units_per_layer)
-    costs = with_context(costs, plan.context, host, batch.seq_len)
+    costs = with_context(with_loss_tokens(costs, plan.loss_tokens), plan.context, host, batch.seq_len)
     cut = PlacedPartition(costs, plan.placement, bounds, plan.vocabulary == "spread")
     update = update_of(plan, state)
     return Evaluation(

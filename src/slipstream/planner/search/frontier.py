@@ -86,7 +86,8 @@ class Frontier:
         none where the choice allows no other."""
         of_savings = {saving.choice: saving.unasked for saving in SAVINGS if saving.costs}
         values = self._space.options.allowed.get(choice, of_savings.get(choice))
-        if (values is not None and {*values} <= {value}) or choice == "vocabulary":  # which the joint search spreads
+        # The joint search spreads a vocabulary, and one number of the loss's tokens is given.
+        if (values is not None and {*values} <= {value}) or choice in ("vocabulary", "loss_tokens"):
             return
         yield from self._with_other(self._groups, choice, value)
         for entry in sorted(self._unopened, key=self._unopened.__getitem__):

@@ -150,6 +150,7 @@ def _vocabulary(space: PlanSpace, start: Plan) -> str:
     nothing else."""
     allows, rows = space.options.allows, space.costs(start.degrees, start.microbatch_size).vocab_size
     can_be = "vocabulary" not in space.source.refusals and start.degrees == Degrees() and start.shard != "parameters"
+    can_be = can_be and not space.loss_tokens
     if not can_be or not allows("vocabulary", "spread") or rows < start.pipeline_parallel:
         return "whole"
     return OPEN if allows("vocabulary", "whole") else "spread"

@@ -26,6 +26,7 @@ from slipstream.cost import (
     parts_of,
     unit_bounds,
     with_context,
+    with_loss_tokens,
 )
 from slipstream.errors import SlipstreamError
 from slipstream.options import host_share, tokens_on_host
@@ -69,7 +70,8 @@ class PlanSpace:
         self.host = source.host
         if self.host is not None and options.host_memory_limit is not None:
             self.host = self.host._replace(capacity=options.host_memory_limit)
-        self.costs, self._costs = cache(source.costs), cache(self._costs_with)
+        self.loss_tokens: int = next(iter(options.values("loss_tokens", (0,))))
+        self.costs, self._costs = cache(self._costs_on_device), cache(self._costs_with)
         self.choices = SliceChoices(source, seq_len, options, self.costs)
         self.longest = self.choices.longest
         self.alike, self._slowest = cache(self._first_alike), cache(self._find_slowest)
@@ -110,7 +112,7 @@ class PlanSpace:
                 fits = fits and data * together % degrees.num_ranks == 0
                 if fits and allows("pipeline_parallel", pipeline) and allows("data_parallel", data):
                     sizes = self._microbatch_sizes(self.global_batch // data)
-                    meshes = (_mesh(degrees, pipeline, data, size) for size in sizes)
+                    meshes = (_mesh(degrees, pipeline, data, size, self.loss_tokens) for size in sizes)
                     yield from (mesh for mesh in meshes if not self._shares_for_nothing(mesh))
 
     def _shares_for_nothing(self, mesh: Plan) -> bool:
@@ -132,6 +134,9 @@ class PlanSpace:
         asked = {way.choice: options.allowed.get(way.choice) for way in SHARED_WORK}
         inside = [name for name, way in WAYS.items() if way.stays_inside and not asked[way.named.choice]]
         for degrees in all_degrees(source.degrees, asked):
+            # Training refuses it where ranks share the tokens before the head.
+            if self.loss_tokens and source.sequence_parallel and degrees.tensor > 1:
+                continue
             tokens = degrees.token_ranks
             has_tokens = tokens == 1 or self.seq_len // tokens >= self.choices.least_tokens
             if has_tokens and all(getattr(degrees, name) <= source.devices_per_domain for name in inside):
@@ -184,6 +189,9 @@ class PlanSpace:
     def costs_of(self, plan: Plan) -> Costs:
         """Returns the costs of the model's parts as the plan has them."""
         return self._costs(plan.degrees, plan.microbatch_size, plan.context)
+
+    def _costs_on_device(self, degrees: Degrees, size: int) -> Costs:
+        return with_loss_tokens(self.source.costs(degrees, size), self.loss_tokens)
 
     def _costs_with(self, degrees: Degrees, size: int, context: str | float) -> Costs:
         return with_context(self.costs(degrees, size), context, self.host, self.seq_len)
@@ -513,6 +521,8 @@ def _check_known(source: CostSource, options: PlanOptions) -> None:
             raise SlipstreamError(f"{choice}={max(refused)} can't be planned for {source.name}. {reason}")
     if "host" in options.values("optimizer") and "parameters" in options.values("shard"):
         Plan(optimizer="host", shard="parameters").check()
+    if len(tiles := options.values("loss_tokens")) > 1:
+        raise SlipstreamError(f"loss_tokens={','.join(map(str, tiles))}: it isn't searched. Give one number.")
     unknown = [what for what in options.values("recompute") if what not in source.recomputations]
     if unknown:
         raise SlipstreamError(
@@ -527,9 +537,15 @@ def _check_known(source: CostSource, options: PlanOptions) -> None:
             )
 
 
-def _mesh(degrees: Degrees, pipeline: int, data: int, size: int) -> Plan:
-    """Returns a plan of which the mesh alone is decided."""
-    return Plan(**degrees.choices, pipeline_parallel=pipeline, data_parallel=data, microbatch_size=size)
+def _mesh(degrees: Degrees, pipeline: int, data: int, size: int, loss_tokens: int) -> Plan:
+    """Returns a plan of which the mesh alone is decided, and what is the same on all of them."""
+    return Plan(
+        **degrees.choices,
+        pipeline_parallel=pipeline,
+        data_parallel=data,
+        microbatch_size=size,
+        loss_tokens=loss_tokens,
+    )
 
 
 @cache
