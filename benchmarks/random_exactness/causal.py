@@ -217,6 +217,8 @@ class CausalCase:
         if is_list and self.are_apart and happens(self.of_replicas, 0.2):
             settings["slices"] = "auto"  # by measured costs: not the same in every run
             settings.pop("num_microbatches", None)
+        if self.has_dropout and "microbatches" not in settings:
+            settings.setdefault("slices", 2)  # which a plan of other ranks would choose otherwise: others draw others
         if happens(dice, 0.1):
             settings["vocabulary"] = "spread"
         if happens(dice, 0.05):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from slipstream import Memory, Pipeline, SlipstreamError
+from slipstream import Action, Memory, Op, Pipeline, SlipstreamError
 from slipstream.attention import ContextStore, KeyRanges
 from slipstream.model import causal_cross_entropy, check_sliceable, find_anatomy
 from slipstream.model.hooks.crossing_tensors import find_layer_tensors
@@ -20,8 +20,10 @@ from slipstream.profile import count_model
 from support.architectures import BOUND, build, gradient_error, llama, no_rounding_inside, tokens, unsplit_step
 from support.exact_steps import documents_error, sequences_error, step_error
 from support.hybrids import HYBRIDS, LENGTH
+from support.observers import BeforeEach
 from support.options import grouped
 from support.parameters import each_once, first_of
+from support.pipelines import make_pipe
 from support.unusual_layers import CROSSING, OWN_ATTENTION, SPARSE
 from support.versions import since
 
@@ -105,6 +107,36 @@ def test_with_split_backwards_recomputation_and_offload(name: str, settings: dic
 @pytest.mark.parametrize("name", first_of([*SPARSE], 1))
 def test_queries_that_select_no_key_of_a_block_on_the_host(name: str) -> None:
     assert error_of(name, self_check=False, context="host", slices=[16] * 6) < BOUND
+
+
+@pytest.mark.parametrize(
+    "settings", first_of([{"recompute": "stage"}, {"recompute": "full", "num_microbatches": 1}], 1)
+)
+def test_a_share_of_keys_that_an_indexer_selects_by_may_be_on_the_host(settings: dict[str, Any]) -> None:
+    """Before these are needed again, and where only some of them are there."""
+    assert error_of("deepseek_v32", self_check=False, context=0.4, slices=[16, 30, 20, 30], **settings) < BOUND
+
+
+@pytest.mark.parametrize("context", ["host", 0.5])
+def test_an_indexers_keys_are_on_the_host(context: str | float) -> None:
+    """Between two actions, in as many bytes as on the device without."""
+    held: dict[str | float, tuple[int, int]] = {}
+    for where in ("device", context):
+        pipe = make_pipe(copy.deepcopy(SPARSE["deepseek_v32"]), slices=4, context=where, self_check=False)
+        found = list[tuple[int, int]]()
+
+        def watch(action: Action, state: Any, found: list[tuple[int, int]] = found) -> None:
+            if (action.op, action.slice) == (Op.F, 3):
+                stores = state.stores.values()
+                found.append((sum(each.num_bytes for each in stores), sum(each.host_bytes for each in stores)))
+
+        pipe._runtime.executors[0].observe(BeforeEach(watch))
+        pipe.step(tokens(), tokens())
+        held[where] = found[0]
+    whole, _ = held["device"]
+    share = 1.0 if context == "host" else 0.5
+    # Three of four slices have run; the device's buffers are of all.
+    assert held[context] == (whole * (1 - share), whole * min(share, 0.75))
 
 
 CUTS: list[dict[str, Any]] = [
