@@ -1,7 +1,8 @@
 """Seconds and memory of a step on two processes by every way to spread it: the table of the README.
 
-    python -m benchmarks.all_peers           # prints the table, writes results/all_peers.json
-    python -m benchmarks.all_peers --page    # writes the README's table from that record
+    python -m benchmarks.all_peers                # prints the table, writes results/all_peers.json
+    python -m benchmarks.all_peers --case 4x1024  # measures this case anew, and keeps the record of the others
+    python -m benchmarks.all_peers --page         # writes the README's table from that record
 
 Every contender computes the same loss and gradients of the benchmarks' Llama, in the same rounds: Slipstream, which
 plans itself by measured costs or, with nothing given, by counted operations, or shares every sequence (cp=2),
@@ -121,18 +122,36 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--page", action="store_true", help="write the README's table from the record and end")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--case", action="append", choices=[*map(case_name, CASES)], help="may be given several times")
     options = parser.parse_args()
     if options.page:
         write_page()
         return
     restart_in_environment()
     rounds = {"repeats": 1 if is_trial() else options.repeats, "warmups": 1, "steps": 2}
-    rows = []
+    rows = kept_rows(setting(**rounds)) if options.case else {}
+    asked = [case for case in CASES if not options.case or case_name(case) in options.case]
     with costs_kept_in(None):
-        for case in few([(2, 64)] if is_trial() else CASES, len(CASES)):
-            rows.append(compare(contenders_of(*case), *case, rounds))
-            print(table(rows), flush=True)
-            print(f"wrote {write(NAME, {'setting': setting(**rounds), 'rows': rows})}", flush=True)
+        for case in few([(2, 64)] if is_trial() else asked, len(asked)):
+            rows[case] = compare(contenders_of(*case), *case, rounds)
+            ordered = [rows[case] for case in sorted(rows, key=[*CASES, *rows].index)]
+            print(table(ordered), flush=True)
+            print(f"wrote {write(NAME, {'setting': setting(**rounds), 'rows': ordered})}", flush=True)
+
+
+def case_name(case: tuple[int, int]) -> str:
+    return f"{case[0]}x{case[1]}"
+
+
+def kept_rows(now: dict[str, Any]) -> dict[tuple[int, int], dict[str, Any]]:
+    """Returns the record's rows by case, which must have been measured in the same setting."""
+    found = recorded(NAME)
+    if found is None:
+        return {}
+    then = found["setting"]
+    if different := sorted(name for name in now if name != "load_average" and now[name] != then.get(name)):
+        raise SystemExit(f"the record was measured with other {', '.join(different)}: measure all cases")
+    return {(row["sequences"], row["tokens"]): row for row in found["rows"]}
 
 
 if __name__ == "__main__":
