@@ -8,15 +8,20 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from transformers import LlamaConfig
 from typer.testing import CliRunner
 
 from slipstream.cli import app
+from slipstream.train.config.config_values import parse_config
+from slipstream.train.preflight import lone_rank_facts
 from slipstream.version import __version__
 from support.forked import slipstream_command
 from support.parameters import first_of
 from support.timeouts import LIMIT, SOON
+from support.tiny_training import tiny_llama, tiny_training
 
 
 def slipstream(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -120,6 +125,25 @@ def test_check_tells_whether_a_model_can_be_sliced(tmp_path: Path) -> None:
         r"token slices +exact: largest relative difference .*e-1\d in outputs",
     ):
         assert any(re.search(expected, line) for line in lines), result.stdout
+
+
+def test_check_says_what_one_rank_holds_and_what_to_type(tmp_path: Path) -> None:
+    settings = tiny_training(1, 0)
+    settings["data"] |= {"files": [str(tmp_path / "text.txt")]}
+    settings["training"]["output"] = str(tmp_path / "run")
+
+    def found(pipeline: dict[str, Any], **memory: Any) -> dict[str, str]:
+        config = parse_config(settings | {"pipeline": pipeline, "memory": memory})
+        return dict(lone_rank_facts(config, LlamaConfig(**tiny_llama())))
+
+    alone = found({"num_ranks": 1})
+    assert re.search(r"^8 slices of 8 tokens: by counted operations a step holds .*B, and this", alone["slices"])
+    assert re.search(r"^[\d.]+ GB.*, [\d.]+ GB free$", alone["this machine"])
+    assert "with memory.recompute=stage: by counted" in found({"num_ranks": 1}, limit=1.8e6)["slices"]
+    given = found({"num_ranks": 1, "slices": 4}, limit=1.8e6)["slices"]
+    assert re.search(r"^4 slices of 16 tokens: .*, but memory.limit is 1.80 MB. Give memory.recompute=stage, ", given)
+    assert found({"num_ranks": 1}, recompute=3)["slices"] == "what memory.recompute=3 saves isn't counted"
+    assert found({"num_ranks": 2}) == {}
 
 
 def test_check_ends_with_1_and_the_reason(tmp_path: Path) -> None:

@@ -307,7 +307,7 @@ def test_as_many_processes_are_written_as_are_planned_for(cluster: str, is_packe
         SMALLEST | {"model": {"path": "x"}, "data": {"corpus": "python-stdlib"}, "training": training} | settings
     )
     assert config.num_processes == machine.num_devices
-    assert ("schedule" in settings["pipeline"]) == is_packed
+    assert ("slices" in settings["pipeline"]) == is_packed
 
 
 def test_the_cores_here_get_as_many_processes_as_are_planned_for(ran: Ran) -> None:
@@ -345,3 +345,17 @@ def test_a_gpu_is_known_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     found, described = this_machine(), load_cluster("h100-dgx")
     assert (found.num_devices, found.device.memory, dtype_here()) == (4, 85e9, "bfloat16")
     assert (found.device.flops, found.inside) == (described.device.flops, described.inside)
+
+
+@pytest.mark.parametrize("num_devices", [1, 8])
+def test_one_rank_has_a_number_of_slices_alone_that_any_length_takes(num_devices: int) -> None:
+    """Eight GPUs may be eight replicas of one rank."""
+    machine = replace(load_cluster("h100-dgx"), num_nodes=1, devices_per_node=num_devices)
+    numbers = {"seq_len": 16_384, "global_batch": 8}
+    model = LlamaConfig(**LLAMA | {"max_position_embeddings": 32_768})
+    choice = choose_pipeline(model, machine, "bfloat16", True, numbers)
+    pipeline = choice.of("pipeline")
+    assert pipeline["num_ranks"] == 1
+    assert isinstance(pipeline["slices"], int)
+    assert {*pipeline} == {"num_ranks", "num_microbatches", "slices"}
+    assert "Without slices, a sequence of one rank gets 8, or as many as a step needs to fit" in choice.reason

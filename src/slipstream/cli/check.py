@@ -29,7 +29,8 @@ def check(
     """Show how MODEL can be split, and compare a sliced and an unsliced toy of its architecture: exact or not, and why.
 
     It also names the tokenizer, and with a training configuration gives a run's warnings about the turns of its first
-    conversations.
+    conversations. Of one with a single rank it says the slices, what a step holds with them, the memory of this
+    machine, and what to type where it doesn't fit.
 
     Exits with 0 if the model can be trained in token slices, and with 1 if it can't, or if a training configuration
     names no tokenizer that can be used.
@@ -76,19 +77,21 @@ def _run_rows(file: str, described: DescribedModel) -> tuple[_Rows, bool]:
     from slipstream.errors import SlipstreamError
     from slipstream.train.config import load_config
     from slipstream.train.model_files import ModelFiles
-    from slipstream.train.preflight import check_turns
+    from slipstream.train.preflight import check_turns, lone_rank_facts
 
     try:
         config = load_config(Path(file))
     except SlipstreamError as error:
         return [("turns", f"not checked: {error}")], True
     files = ModelFiles(config, described.config)
+    with spinner("counting what a step holds"):
+        rows = [*lone_rank_facts(config, described.config)]
     try:
         with spinner("reading the tokenizer"):
             tokenizer = files.tokenizer
     except SlipstreamError as error:
-        return [("tokenizer", str(error))], False
-    rows = [("tokenizer", "trained on the text" if tokenizer is None else f"{len(tokenizer):,} tokens")]
+        return [*rows, ("tokenizer", str(error))], False
+    rows.append(("tokenizer", "trained on the text" if tokenizer is None else f"{len(tokenizer):,} tokens"))
     try:
         with spinner("reading conversations"):
             problems = check_turns(config, files)

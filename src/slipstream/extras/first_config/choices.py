@@ -148,6 +148,7 @@ def _passes(purpose: Purpose, steps_of_one: int) -> float:
 # A search of seconds: layers that ranks share are compared by `slipstream plan`.
 _QUICK = {"tensor_parallel": 1, "offload": 0.0, "slicing": "equal-time", "num_simulated": 10}
 _ANEW = "With num_ranks alone, the run measures what the model costs before its first step, and plans by that"
+_ALONE = "Without slices, a sequence of one rank gets 8, or as many as a step needs to fit"
 
 
 @dataclass(frozen=True)
@@ -179,12 +180,17 @@ def choose_pipeline(
     planned = plan_settings(fastest, {}, order="")
     # Named schedules keep the vocabulary whole.
     del planned["pipeline"]["vocabulary"]
+    is_alone = planned["pipeline"]["num_ranks"] == 1
+    if is_alone:
+        # The rest says nothing of a single stage, and a number of slices is for sequences of any length.
+        pipeline = {name: planned["pipeline"].get(name, 1) for name in ("num_ranks", "num_microbatches")}
+        planned["pipeline"] = pipeline | {"slices": fastest.best.plan.num_slices}
     sections: dict[str, type[Record]] = {"memory": Memory, "parallel": ParallelSection, "runtime": Runtime}
     changed = {name: _changed(section, planned.get(name, {})) for name, section in sections.items()}
     if not is_packed:
         settings = {"pipeline": {"num_ranks": planned["pipeline"]["num_ranks"]}, "parallel": changed["parallel"]}
         return PipelineChoice(settings, "each step is planned, from costs that the run measures first")
-    reason = f"planned for {fastest.cluster}, {fastest.best.idle_fraction:.0%} idle.\n{_ANEW}"
+    reason = f"planned for {fastest.cluster}, {fastest.best.idle_fraction:.0%} idle.\n{_ALONE if is_alone else _ANEW}"
     return PipelineChoice({"pipeline": planned["pipeline"], **changed}, reason)
 
 

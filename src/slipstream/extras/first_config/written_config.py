@@ -301,11 +301,18 @@ def _pipeline(choices: Choices) -> ConfigPart:
 
 
 def _memory(choices: Choices) -> ConfigPart:
-    tips = [
-        _tip("recompute", "full", "compute activations again instead of keeping them"),
-        _tip("limit", 16_000_000_000, "bytes that each process may hold"),
-    ]
-    return ConfigPart("memory", "To use less memory.", (*_used(choices.pipeline.of("memory")), *tips))
+    is_alone = choices.pipeline.of("pipeline").get("num_ranks") == 1
+    tips = [_tip("recompute", "full", "compute activations again instead of keeping them")]
+    if is_alone:
+        tips = [
+            _tip("recompute", "stage", "keep the activations of one slice alone"),
+            _tip("context", "host", "keys and values in host memory, of very long sequences"),
+            _tip("loss_tokens", 1024, "the logits of so many tokens at a time"),
+            _tip("optimizer", "host", "its state in host memory, beside a GPU"),
+        ]
+    tips.append(_tip("limit", 16_000_000_000, "bytes that each process may hold"))
+    purpose = "To use less memory, or train longer sequences in more slices." if is_alone else "To use less memory."
+    return ConfigPart("memory", purpose, (*_used(choices.pipeline.of("memory")), *tips))
 
 
 def _parallel(choices: Choices) -> ConfigPart:

@@ -136,6 +136,29 @@ class LoneRankPlans:
         """Returns the order for rows of the expected length, if that is known, otherwise the usual order."""
         return self._order(settings) if self._knows_length else settings.usual
 
+    def report(self, options: PipelineOptions) -> str:
+        """Returns a sentence about the slices that are given, or those of the plan: what a step holds with them, and
+        what there is room for. Collective.
+
+        Raises SlipstreamError where nothing fits the device, or a step's bytes can't be counted.
+        """
+        given = options.slices
+        if given is None:
+            self.decided(options)
+            if self._problem:
+                raise SlipstreamError(self._problem)
+            assert self._choice is not None
+            given = self._choice.slices or len(self._usual)
+        assert not isinstance(given, str), '"auto" is measured'
+        slices = slice_lengths(given, self._length)
+        changes = {} if self._given == self._memory.recompute else {"recompute": str(self._given)}
+        held = self._peak(slices, changes)
+        again = f", with memory.recompute={self._given}" if changes else ""
+        text = f"{slices_text(slices)}{again}: by counted operations a step holds {bytes_text(held)}"
+        if held <= self._room.bytes:
+            return f"{text}, and {self._room.words}"
+        return f"{text}, but {self._room.words}. Give {self._remedy()}"
+
     @property
     def num_slices(self) -> int:
         """The slices of sequences of the expected length, or the usual number."""
