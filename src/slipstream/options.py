@@ -91,11 +91,12 @@ class Memory(Record):
     """The share of each rank's slices, those that wait longest, whose activations are in host memory between forward
     and backward: pinned memory with a GPU, else a file. Keys and values stay. With `recompute: full` and microbatches
     of one slice of a causal LM, also the share of each stage's layers, the first, whose inputs are there."""
-    context: Literal["device", "host"] | Annotated[float, Field(ge=0, le=1)] = "device"
+    context: Literal["device", "host", "auto"] | Annotated[float, Field(ge=0, le=1)] = "device"
     """Where the keys and values of a microbatch's slices lie, with their gradients: on the `device`, or on the `host`,
     pinned memory with a GPU, else files. A slice then attends to those of one earlier slice after the other, and the
     next one's are on their way meanwhile. A number: the share of each sequence's tokens, the first in whole slices,
-    whose keys and values are on the host."""
+    whose keys and values are on the host. `auto`: on the device where all fits `limit`, or else the device's memory, by
+    the account of plans; where not, on the host."""
     context_gradients: Literal["wide", "model"] = "wide"
     """In what type the gradients of keys and values are summed over the slices that attend to them, wherever they lie:
     `wide` is float32, or float64 where these are; `model` that of the keys and values themselves. In 16 bits it takes

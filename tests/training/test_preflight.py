@@ -114,6 +114,18 @@ def test_a_host_without_room(values: dict[str, Any], refuse: Refuse) -> None:
     assert "memory.host_limit=10000 (10.0 kB), but by the planner's account rank 0 would have" in said
 
 
+@pytest.mark.parametrize(("limit", "place"), [(None, "device"), (150_000, "host")])
+def test_the_place_of_keys_and_values_is_decided_for_all_ranks(
+    values: dict[str, Any], limit: int | None, place: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = parse_config(
+        with_settings(values, {"memory.context": "auto", "memory.limit": limit, "pipeline.num_ranks": 2})
+    )
+    inputs = preflight(config, Progress(make_console()))
+    assert inputs.config.memory.context == place
+    assert f"keys and values are on the {place}, as memory.context=auto: the fullest" in capsys.readouterr().out
+
+
 SPREAD = {"pipeline": {"num_ranks": 2, "vocabulary": "spread"}, "training.batch_size": 2}
 SHARDED = {"parallel": {"data": 2, "shard": "parameters"}, "training.batch_size": 2}
 ADAFACTOR = {"optimizer": {"name": "adafactor"}, "pipeline.vocabulary": "whole", "training.batch_size": 2}

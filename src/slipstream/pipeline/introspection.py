@@ -219,6 +219,7 @@ def summarise(runtime: PipelineRuntime) -> str:
         "layers": _layers(runtime),
         "schedule": _schedule(runtime),
         **({"plan": plan} if (plan := _plan(runtime)) else {}),
+        **({"context": str(runtime.planned.context)} if runtime.planned.context is not None else {}),
         "mesh": _mesh(runtime),
         "parameters": _parameters(runtime),
     }

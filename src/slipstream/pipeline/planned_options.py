@@ -9,6 +9,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.pipeline.families import ModelFamily, StageLayout
 from slipstream.pipeline.pipeline_options import ExpectedBatch, PipelineOptions
 from slipstream.pipeline.planning import (
+    ContextPlace,
     CountedPlans,
     LoneRankPlans,
     NoRoomError,
@@ -38,6 +39,7 @@ class PlannedOptions:
         rates: of the stages, as they were given or measured.
         counted: the plans by counted operations of what nobody gave.
         unplanned: why what nobody gave is as usual.
+        context: where keys and values lie, where that was left to the account.
     """
 
     options: PipelineOptions
@@ -48,6 +50,7 @@ class PlannedOptions:
     rates: StageRates | None = None
     counted: CountedPlans | LoneRankPlans | None = None
     unplanned: str = ""
+    context: ContextPlace | None = None
 
     @classmethod
     def of(cls, family: ModelFamily, options: PipelineOptions, num_ranks: int) -> PlannedOptions:
@@ -57,6 +60,11 @@ class PlannedOptions:
         Raises OutOfMemoryError where nothing fits the memory limit, and NoRoomError where no slices of a single rank
         fit its device.
         """
+        context = None
+        if options.memory.context == "auto":
+            context = family.place_context(options, num_ranks)
+            options = replace(options, memory=options.memory.model_copy(update={"context": context.name}))
+            family.adopt(options)
         options = family.completed(options)
         plan: JointPlan | None = None
         rates: StageRates | None = options.rates
@@ -71,14 +79,13 @@ class PlannedOptions:
                     counted = family.counted_plans(options, num_ranks)
                     decided = counted.decided(options)
                 planned = _laid_out(family, decided, num_ranks, counted)
-                return replace(planned, plan=plan, rates=rates, counted=counted)
+                return replace(planned, plan=plan, rates=rates, counted=counted, context=context)
             except NoRoomError:
                 raise
             except SlipstreamError as error:
                 unplanned = str(error)
-        return replace(
-            _laid_out(family, with_usual(options, num_ranks), num_ranks), plan=plan, rates=rates, unplanned=unplanned
-        )
+        planned = _laid_out(family, with_usual(options, num_ranks), num_ranks)
+        return replace(planned, plan=plan, rates=rates, unplanned=unplanned, context=context)
 
 
 def _measured(

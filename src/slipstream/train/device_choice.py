@@ -74,7 +74,7 @@ def share_of_gpu(config: Config) -> float:
 
 def memory_of_a_rank(config: Config) -> float:
     """Returns the bytes that a rank may plan with on this machine, whose ranks have equal parts of its memory."""
-    return room_of_rank(torch.device(choose_device_type(config)), config.num_processes)
+    return room_of_rank(torch.device(choose_device_type(config)), count_local_ranks(config))
 
 
 def check_machine(config: Config) -> None:

@@ -61,7 +61,7 @@ def start_training(config: Config) -> None:
         inputs = preflight(config, progress)
         if inputs.is_finished:
             return
-        with FolderLock(folder.path, progress.warn) as lock, _said_how_to_go_on(config, inputs.model.config):
+        with FolderLock(folder.path, progress.warn) as lock, _said_how_to_go_on(inputs.config, inputs.model.config):
             inputs.write()
             lock.on_removal(inputs.write_again)
             go_on_in(folder.log)

@@ -20,6 +20,7 @@ from slipstream import launch
 from slipstream.errors import SlipstreamError
 from slipstream.model import trust_remote_code
 from slipstream.network_interfaces import joining_hint
+from slipstream.options import Memory
 from slipstream.parallel import NO_LIMIT, RankGroup, share_gpus_by_nccl, shortage_explained
 from slipstream.schedule import Schedule
 from slipstream.terminal import go_on_in, log_details, make_console, outlast_readers
@@ -102,7 +103,7 @@ def _join(config: Config, ranks: launch.ConnectedRanks, stop: launch.StopRequest
         try:
             # Rank 0 reads and tokenises the text while the others wait.
             with watchdog_paused("preparing the run"):
-                is_finished = _prepare(config, ranks, lock, progress)
+                is_finished, config = _prepare(config, ranks, lock, progress)
         except SlipstreamError:
             dist.destroy_process_group()
             raise
@@ -186,15 +187,18 @@ def _describe(config: Config) -> dict[str, str]:
     return launch.describe_process(config.model_dump(mode="json"), describe_device(config), texts)
 
 
-def _prepare(config: Config, ranks: launch.ConnectedRanks, lock: FolderLock, progress: launch.Progress) -> bool:
-    """Lets rank 0 check the run, take its folder and write to it; returns whether nothing is left to train. Collective.
+def _prepare(
+    config: Config, ranks: launch.ConnectedRanks, lock: FolderLock, progress: launch.Progress
+) -> tuple[bool, Config]:
+    """Lets rank 0 check the run, take its folder and write to it; returns whether nothing is left to train, and the
+    configuration with what was decided for all ranks. Collective.
 
     Raises SlipstreamError on every rank if that fails, or if a rank doesn't see the folder.
     """
     world = RankGroup(dist.group.WORLD)
     folder = config.folder
 
-    def prepared() -> tuple[bool, str, str]:
+    def prepared() -> tuple[bool, str, str, Memory]:
         about = [f"all ranks connected: {ranks}", sharing_here(config), ranks.describe_store()]
         progress.say("; ".join(filter(None, about)))
         inputs = preflight(config, progress)
@@ -206,11 +210,12 @@ def _prepare(config: Config, ranks: launch.ConnectedRanks, lock: FolderLock, pro
             inputs.write()
             lock.on_removal(inputs.write_again)
             folder.run_id.write_text(run_id)
-        return inputs.is_finished, run_id, lock.key
+        return inputs.is_finished, run_id, lock.key, inputs.config.memory
 
-    is_finished, run_id, owner = world.run_on_leader(prepared)
+    is_finished, run_id, owner, memory = world.run_on_leader(prepared)
+    config = config.model_copy(update={"memory": memory})
     if is_finished:
-        return True
+        return True, config
     blind = [rank for rank, sees in enumerate(world.gather(_appears(folder.run_id, run_id))) if not sees]
     if blind:
         raise SlipstreamError(
@@ -219,7 +224,7 @@ def _prepare(config: Config, ranks: launch.ConnectedRanks, lock: FolderLock, pro
         )
     if world.rank != 0:
         lock.join(owner, beats=False)
-    return False
+    return False, config
 
 
 def _appears(file: Path, text: str) -> bool:

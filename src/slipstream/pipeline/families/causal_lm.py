@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from slipstream.cost import Costs, CountedSource, typical_cluster, with_exchange
+from slipstream.cost import Costs, CountedOperations, CountedSource, ModelCount, typical_cluster, with_exchange
 from slipstream.errors import SlipstreamError
 from slipstream.model import (
     IGNORED,
@@ -55,6 +55,7 @@ from slipstream.pipeline.families.causal_lm_checks import ChangedModel
 from slipstream.pipeline.families.causal_lm_layout import (
     check_context,
     find_router_loss,
+    host_context_refusal,
     load_layers,
     plan_layout,
     planned_vocabulary,
@@ -75,10 +76,13 @@ from slipstream.pipeline.loss_sequences import (
 from slipstream.pipeline.pipeline_options import ExpectedBatch, PipelineOptions, SequenceLoss
 from slipstream.pipeline.planning import (
     NOMINAL_LENGTH,
+    ContextPlace,
     CountedPlans,
     LoneRankPlans,
     RankRoom,
     StartRequest,
+    StepSettings,
+    context_place,
     is_free,
     may_split,
     measure_rates,
@@ -86,10 +90,11 @@ from slipstream.pipeline.planning import (
 )
 from slipstream.pipeline.token_values import LABELS
 from slipstream.pipeline.weight_source import WeightSource
+from slipstream.planner import Plan
 from slipstream.planner.joint import JointPlan, JointProblem
 from slipstream.planner.ragged import StageRates
 from slipstream.profile import count_model
-from slipstream.schedule import USUAL_SLICES, Schedule, SlicedMicrobatch
+from slipstream.schedule import USUAL_SLICES, Schedule, SlicedMicrobatch, slice_lengths
 from slipstream.units import bytes_text
 
 # Entries of configurations that are the token id in whose place a model puts an image, a sound or a video.
@@ -231,6 +236,43 @@ class CausalLMFamily(ModelFamily):
             trained=self.trained,
         )
 
+    def place_context(self, options: PipelineOptions, num_ranks: int) -> ContextPlace:
+        length = options.row_length
+        if length is None and isinstance(options.slices, Sequence) and not isinstance(options.slices, str):
+            length = sum(options.slices)
+        if length is None and options.expected is not None:
+            length = options.expected.longest
+        if length is None:
+            raise SlipstreamError(
+                "memory.context='auto' is decided by the tokens of a sequence: give seq_len=..., or "
+                "memory.context='device' or 'host'."
+            )
+        expected = options.expected or ExpectedBatch(length)
+        request = self.start_request(num_ranks, replace(expected, seq_len=length))
+        usual = StepSettings(options, num_ranks, self.default_slices, self.compiled).usual
+        slices = slice_lengths(usual.slices, length) if isinstance(usual.slices, int) else usual.slices
+        degrees = options.parallel.shared_by(self._ranks.degrees)
+        memory = options.memory
+
+        def held() -> float:
+            count = self._count(length, request.dtype)
+            shared = with_exchange(count, degrees, is_whole=len(slices) == 1)
+            costs = CountedOperations(count, shared, request.microbatch_size, options.parallel.sequence_parallel)
+            plan = Plan(schedule=usual.schedule, slices=tuple(slices), recompute=str(memory.recompute))
+            peaks = request.usual_peaks(costs, plan, memory.offload)
+            # Ranks of one process share its device.
+            return max(peaks) if memory.limit is not None or self._ranks.pipeline.size > 1 else sum(peaks)
+
+        def decide() -> ContextPlace:
+            room = memory.limit if memory.limit is not None else min(rooms)
+            return context_place(
+                held, room, host_context_refusal(self._anatomy, f"model_type {self.config.model_type!r}")
+            )
+
+        rooms = self._ranks.world.gather(room_of_rank(self._device, self._ranks.world.size))
+        place: ContextPlace = self._ranks.run_on_leader(decide)
+        return place
+
     def is_open(self, options: PipelineOptions) -> bool:
         """Returns whether a plan is to decide where to cut, and can: compiled layers aren't measured."""
         return is_free(options) and not self.compiled
@@ -253,11 +295,7 @@ class CausalLMFamily(ModelFamily):
 
         @cache
         def source(seq_len: int) -> CountedSource:
-            computed = torch_dtype(BFLOAT16.name if request.dtype == AUTOCAST else request.dtype)
-            assert computed is not None
-            count = count_model(
-                self.config, seq_len, computed, self.trained, options.runtime.fused, halves=not stays_whole
-            )
+            count = self._count(seq_len, request.dtype, halves=not stays_whole)
             if not count.num_trained:
                 raise SlipstreamError("nothing is trained")
             cluster = typical_cluster(device, self._ranks.world.size * (num_ranks // self._ranks.pipeline.size))
@@ -279,6 +317,12 @@ class CausalLMFamily(ModelFamily):
             return replace(asked.problem(costs(longest, num_rows), length), split=may_split(options, self.compiled))
 
         return CountedPlans(options, num_ranks, self._ranks, problem, longest)
+
+    def _count(self, seq_len: int, dtype: str, halves: bool = True) -> ModelCount:
+        """Returns the model's operations on a sequence, of halves of layers each where they may be cut."""
+        computed = torch_dtype(BFLOAT16.name if dtype == AUTOCAST else dtype)
+        assert computed is not None
+        return count_model(self.config, seq_len, computed, self.trained, self._options.runtime.fused, halves=halves)
 
     def _whole(self) -> PreTrainedModel:
         """Returns the whole model on the meta device, as it is trained."""

@@ -123,11 +123,15 @@ def check_context(anatomy: ModelAnatomy, options: PipelineOptions, what: str) ->
     """Raises SlipstreamError where layers read all earlier keys and values by code of their own, and these are to lie
     on the host; `what` has that code."""
     context = options.memory.context
-    if anatomy.attends_itself and host_share(context):
-        raise SlipstreamError(
-            f"memory.context={context!r}: {what} attends by code of its own, which reads the keys and values of all "
-            "earlier tokens at once. Use memory.context='device'."
-        )
+    if host_share(context) and (refusal := host_context_refusal(anatomy, what)):
+        raise SlipstreamError(f"memory.context={context!r}: {refusal}. Use memory.context='device'.")
+
+
+def host_context_refusal(anatomy: ModelAnatomy, what: str) -> str:
+    """Returns why keys and values can't lie on the host; "" where they can."""
+    if not anatomy.attends_itself:
+        return ""
+    return f"{what} attends by code of its own, which reads the keys and values of all earlier tokens at once"
 
 
 def check_spread(config: PretrainedConfig, tensor_ranks: int, num_ranks: int, options: PipelineOptions) -> None:

@@ -259,6 +259,12 @@ class SequenceFamily(ModelFamily):
         shape = self._tracer.trace(microbatch, training).boundaries[self._cut].specs[0].shape
         return shape[1] if len(shape) > 1 else 1
 
+    def place_context(self, options: PipelineOptions, num_ranks: int) -> Never:
+        raise SlipstreamError(
+            "memory.context='auto': an option of causal LMs, but the model is an nn.Sequential. Give 'device', or "
+            "'host'."
+        )
+
     def lay_out(self, schedule: Schedule, slices: int | Sequence[int]) -> StageLayout:
         self._check_slices(schedule, slices)
         memory = self._options.memory

@@ -17,7 +17,7 @@ from slipstream.pipeline.cut_batch import SplitBatch
 from slipstream.pipeline.execution.losses import Losses, OutputForms
 from slipstream.pipeline.families.stage_layout import StageLayout
 from slipstream.pipeline.pipeline_options import PipelineOptions
-from slipstream.pipeline.planning import CountedPlans, LoneRankPlans
+from slipstream.pipeline.planning import ContextPlace, CountedPlans, LoneRankPlans
 from slipstream.planner.joint import JointPlan
 from slipstream.planner.ragged import StageRates
 from slipstream.schedule import Schedule, SlicedMicrobatch
@@ -54,6 +54,13 @@ class ModelFamily(ABC):
     def add_embedding_noise(self, alpha: float, length: int) -> None:
         """Adds noise to the embedding's output, as `Pipeline.add_embedding_noise` says. Only causal LMs have one."""
         self.check_has("noise on embeddings", "Let your first layer add it.")
+
+    @abstractmethod
+    def place_context(self, options: PipelineOptions, num_ranks: int) -> ContextPlace:
+        """Returns where keys and values lie, of options that leave it to the account. Collective.
+
+        Raises SlipstreamError where that can't be decided.
+        """
 
     @abstractmethod
     def is_open(self, options: PipelineOptions) -> bool:

@@ -16,6 +16,7 @@ from slipstream.train.preflight.host_check import check_hosts
 from slipstream.train.preflight.memory_check import check_memory
 from slipstream.train.preflight.model_checks import check_model
 from slipstream.train.preflight.optimizer_check import check_optimizer
+from slipstream.train.preflight.placed_context import placed_context
 from slipstream.train.preflight.possible_meshes import first_mesh
 from slipstream.train.preflight.resumed_run import check_resume, find_saved
 from slipstream.train.preflight.run_inputs import RunInputs
@@ -43,7 +44,7 @@ def preflight(config: Config, progress: Progress) -> RunInputs:
     files = ModelFiles(config)
     model_config = files.config
     new_tokens = add_vocabulary(config, files, progress)
-    config = first_mesh(config, model_config)
+    config = placed_context(first_mesh(config, model_config), model_config, progress)
     check_model(config, files, progress)
     check_optimizer(config, model_config)
     check_memory(config, model_config)

@@ -144,8 +144,9 @@ UNCOUNTABLE = SlipstreamError, ValueError, NotImplementedError
 
 
 def memory_account(config: Config, model_config: Any) -> Account | None:
-    """Returns a function of changes, named `seq_len`, `num_microbatches`, `slices`, `recompute`, `offload`, `shard`
-    and `optimizer`, that returns the bytes of the fullest rank with them. None where the model can't be counted.
+    """Returns a function of changes, named `seq_len`, `num_microbatches`, `slices`, `recompute`, `offload`, `context`,
+    `shard` and `optimizer`, that returns the bytes of the fullest rank with them. None where the model can't be
+    counted.
 
     Activations are those of the longest sequences, attention that of a fused kernel; an order that is open is taken
     for 1f1b with 8 slices.
@@ -242,6 +243,7 @@ def _run_plan(config: Config, length: int, changes: dict[str, Any]) -> Plan:
         slices=plan.slices if is_given else tuple(slice_lengths(num_slices, length)),
         recompute=str(changes.get("recompute", plan.recompute)),
         offload=float(changes.get("offload", plan.offload)),
+        context=changes.get("context", plan.context),
         optimizer=changes.get("optimizer", plan.optimizer),
         shard=changes.get("shard", plan.shard) if parallel.num_copies > 1 else "none",
         vocabulary="whole" if isinstance(schedule, str) or schedule is OPEN else plan.vocabulary,
