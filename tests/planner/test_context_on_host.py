@@ -149,6 +149,18 @@ def test_a_share_copies_what_comes_first() -> None:
     np.testing.assert_allclose(seconds[has_keys], (alone + moved / slow.bandwidth)[has_keys])
 
 
+@pytest.mark.more
+def test_orders_are_searched_with_keys_and_values_on_the_host_too() -> None:
+    """Where nothing else fits, and no named schedule is allowed."""
+    options = PlanOptions(pipeline_parallel=2, tensor_parallel=1, context_parallel=1, recompute="stage", offload=0.0)
+    space = PlanSpace(source(), SEQ_LEN, 8, options.changed(context="device"))
+    least = min(max(space.evaluate(plan).peaks()) for _, size, plan in space.bounded() if size < np.inf)
+    limited = options.changed(memory_limit=0.97 * least, schedule="auto", slicing=("auto", "equal-time"))
+    best = find_plan(ClusterProblem(source(), SEQ_LEN, 8, limited)).best
+    assert (best.plan.context, best.plan.schedule_name) == ("host", "auto")
+    assert best.peak_memory <= limited.memory_limit
+
+
 def test_a_full_host_is_no_room() -> None:
     cluster = small_cluster()
     device = replace(cluster.device, host_memory=1.0)

@@ -59,13 +59,11 @@ def search_meshes(problem: ClusterProblem, progress: ProgressReport) -> PlanRepo
     space = PlanSpace(source, problem.seq_len, problem.global_batch, options)
     places = space.contexts
     run = _PlanSearch(space.with_context(places[0]), progress, options.num_simulated)
-    run.settle()
-    run.search_jointly()
-    best, alternatives = run.settle()
+    best, alternatives = run.settle_with_joint()
     for place in places[1:]:
         if not best or _holds_much_context(best[0]):
             run.go_on(space.with_context(place), _MORE_SIMULATED if best else options.num_simulated)
-            best, alternatives = run.settle()
+            best, alternatives = run.settle_with_joint()
     if not best and options.values("vocabulary") == ("spread",):
         raise SlipstreamError(NOTHING_SPREAD)
     if not best and run.seconds:
@@ -159,6 +157,12 @@ class _PlanSearch:
         self.postponed = BestFirst()
         self.over_bound = {}
 
+    def settle_with_joint(self) -> tuple[list[Prediction], list[Alternative]]:
+        """Returns what `settle` does, with the joint search's plans in this space."""
+        self.settle()
+        self.search_jointly()
+        return self.settle()
+
     def settle(self) -> tuple[list[Prediction], list[Alternative]]:
         """Returns the best configurations, and the alternatives to the best one.
 
@@ -215,7 +219,9 @@ class _PlanSearch:
         """Adds the joint search's plans on the best meshes, where they fit."""
         if not is_wanted(self.space.options):
             return
-        for start in promising(sorted(self.seconds, key=self.seconds.__getitem__)):
+        allows = self.space.options.allows
+        here = (plan for plan in self.seconds if allows("context", plan.context))
+        for start in promising(sorted(here, key=self.seconds.__getitem__)):
             best = min(map(self.seconds.__getitem__, self._allowed()), default=inf)
             # An order that was found regardless of copies to the host is hardly ever the best beside them.
             if start.offload and best < inf:
