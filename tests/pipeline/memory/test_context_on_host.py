@@ -80,6 +80,7 @@ def test_gradients_are_those_of_the_unsplit_model(name: str, settings: dict[str,
 
 
 SOME = ["gpt_oss", "llama", "gemma2", "llama4_text", "gemma3", "mixtral", "deepseek_v3", "qwen3_next"]
+SOME += ["qwen3", "mistral, window of 7", "phi3, longrope"]
 
 
 @pytest.mark.parametrize("name", first_of(SOME))
@@ -99,7 +100,8 @@ def test_slices_may_be_cut_anywhere(seed: int) -> None:
         slices = [after - before for before, after in pairwise([0, *ends, 64])]
         context = dice.choice(["host", dice.random()])
         settings = {"slices": slices, "context": context, "recompute": dice.choice(["none", "stage", "full"])}
-        exact_pipe(build(ARCHITECTURES[name]), tokens(batch=2), num_microbatches=dice.randint(1, 2), **settings)
+        settings |= {"num_ranks": dice.randint(1, 2), "num_microbatches": dice.randint(1, 2)}
+        exact_pipe(build(ARCHITECTURES[name]), tokens(batch=2), **settings)
 
 
 def test_the_device_holds_no_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

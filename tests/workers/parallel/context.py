@@ -66,7 +66,7 @@ OWN: dict[str, PretrainedConfig] = {
 
 
 def model_of(name: str) -> PreTrainedModel:
-    return build(OWN.get(name) or CONFIGS.get(name) or ARCHITECTURES[name], seed=3)
+    return build(OWN.get(name) or CONFIGS.get(name) or HYBRIDS.get(name) or ARCHITECTURES[name], seed=3)
 
 
 def gradients_of(whole: PreTrainedModel) -> dict[str, Tensor]:
@@ -451,6 +451,7 @@ TWO: dict[str, Callable[[], object]] = {
 PIPELINE, REPLICAS = FOUR["pp2 cp2"], FOUR["dp2 cp2"]
 LONGER = "mistral, window of 7"  # of four layers
 ON_HOST = ["gpt_oss", "llama", "gemma2", "gemma3", "mixtral", "keys wider than values", "llama4_text", LONGER]
+ON_HOST += ["qwen3", "phi3"]
 MESHES: dict[str, Callable[[], object]] = {
     f"{mesh}, {kind}, {name}": partial(rows, name, FOUR[mesh], context_exchange=kind)
     for mesh, kind, name in product(FOUR, KINDS, MODELS)
@@ -474,16 +475,30 @@ MESHES: dict[str, Callable[[], object]] = {
     "qwen3_moe": partial(rows, "qwen3_moe", PIPELINE),
     "llama4": partial(rows, "llama4_text", PIPELINE),
 }
-MESHES |= {
-    f"on the host, {kind}, {name}": partial(rows, name, PIPELINE, context_exchange=kind, context="host")
-    for name, kind in zip(ON_HOST, cycle(reversed(KINDS)), strict=False)
-} | {
-    "on the host, replicas": partial(rows, "gpt_oss", {"pp": 2, "dp": 2}, context="host", recompute="stage"),
-    "on the host, documents": partial(
-        documents, "gemma3", PIPELINE, num_microbatches=2, context="host", context_exchange="keys"
-    ),
-    "on the host, sequences": partial(sequences, "llama, tied", PIPELINE, context="host", context_gradients="model"),
-}
+MESHES |= (
+    {
+        f"on the host, {kind}, {name}": partial(rows, name, PIPELINE, context_exchange=kind, context="host")
+        for name, kind in zip(ON_HOST, cycle(reversed(KINDS)), strict=False)
+    }
+    | {
+        f"on the host by half, {kind}, {name}": partial(rows, name, PIPELINE, context_exchange=kind, context=0.5)
+        for name, kind in zip(ON_HOST[:4], cycle(KINDS), strict=False)
+    }
+    | {
+        f"on the host, replicas, {name}": partial(rows, name, {"pp": 2, "dp": 2}, context=context, recompute=recompute)
+        for name, context, recompute in zip(
+            [*ON_HOST, "qwen3_next"], cycle(["host", 0.6, "host"]), cycle(["stage", "none"]), strict=False
+        )
+    }
+    | {
+        "on the host, documents": partial(
+            documents, "gemma3", PIPELINE, num_microbatches=2, context="host", context_exchange="keys"
+        ),
+        "on the host, sequences": partial(
+            sequences, "llama, tied", PIPELINE, context="host", context_gradients="model"
+        ),
+    }
+)
 OTHERS = by_name(
     *(
         pairs,
