@@ -25,8 +25,8 @@ from slipstream.cli import app
 from slipstream.errors import SlipstreamError
 from slipstream.option_errors import records_in
 from slipstream.train.config import Config
-from slipstream.train.config.mesh_settings import MESH_SETTINGS
 from slipstream.train.config.overrides import check_names, set_override
+from slipstream.train.config.sections import MESH_SETTINGS
 from slipstream.train.metrics.records import NAMES
 from support.forked import slipstream_command
 from support.paths import ROOT

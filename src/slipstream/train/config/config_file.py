@@ -12,11 +12,10 @@ import yaml
 from slipstream.errors import SlipstreamError, syntax_text
 from slipstream.foreign_text import parse_yaml, read_text
 from slipstream.train.config.config_values import change_paths, parse_config
-from slipstream.train.config.open_mesh import fill_mesh
 from slipstream.train.config.overrides import set_override
 from slipstream.train.config.rules import check_is_ours
 from slipstream.train.config.run_config import Config
-from slipstream.train.config.this_machine import fill_in_for_this_machine
+from slipstream.train.config.this_machine import fill_in_for_this_machine, fill_mesh
 
 
 class _TwiceError(Exception):

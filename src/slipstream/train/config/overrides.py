@@ -12,9 +12,9 @@ from slipstream.errors import SlipstreamError, syntax_text
 from slipstream.foreign_text import parse_yaml
 from slipstream.option_errors import describe_problems, records_in
 from slipstream.train.config.config_values import parse_config
-from slipstream.train.config.mesh_settings import MESH_SETTINGS
 from slipstream.train.config.rules import OTHER_NAMES
 from slipstream.train.config.run_config import Config
+from slipstream.train.config.sections import MESH_SETTINGS
 
 
 def set_override(values: dict[str, Any], override: str) -> None:

@@ -14,7 +14,6 @@ from slipstream.number_format import PRECISIONS
 from slipstream.options import Memory, Precision, Record, Runtime, check_optimizer_place
 from slipstream.train.config import sections
 from slipstream.train.config.data_section import DataSection, PreferenceSection, check_preference
-from slipstream.train.config.mesh_settings import AXES, MESH_SETTINGS
 from slipstream.train.config.rules import (
     ABSENT_VALUES,
     OTHER_NAMES,
@@ -30,7 +29,7 @@ from slipstream.train.config.rules import (
     check_validations,
     named_schedule,
 )
-from slipstream.train.config.sections import LoraSection, OptimizerSection
+from slipstream.train.config.sections import AXES, MESH_SETTINGS, LoraSection, OptimizerSection
 
 if TYPE_CHECKING:
     from slipstream.planner.ragged import StageRates

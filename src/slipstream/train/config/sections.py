@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
 
 from slipstream.number_format import BasePrecision, PrecisionName
-from slipstream.options import Degrees, Parallelism, Record
+from slipstream.options import SHARED_WORK, Degrees, Parallelism, Record
 from slipstream.schedule import fewest_stages
 
 if TYPE_CHECKING:
@@ -134,6 +134,13 @@ class ParallelSection(Parallelism):
                 f"parallel.context={self.context}, the ranks that have the experts; choose one that does, or "
                 f"--dp={self.experts}"
             )
+
+
+# The sizes of the mesh, as they are typed, and the settings that they are
+MESH_SETTINGS = {"pp": ("pipeline", "num_ranks"), "dp": ("parallel", "data")}
+MESH_SETTINGS |= {each.axis: ("parallel", each.degree) for each in SHARED_WORK}
+# In the order of ranks, those whose product is the number of processes
+AXES = ["pp", "dp", *(each.axis for each in SHARED_WORK if each.has_axis)]
 
 
 def fill_replicas(parallel: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ import yaml
 from slipstream.errors import SlipstreamError
 from slipstream.train.config import Config, dump_config
 from slipstream.train.config.config_values import parse_config
-from slipstream.train.config.open_mesh import meshes_of
+from slipstream.train.config.this_machine import meshes_of
 from slipstream.train.preflight.model_checks import check_layers, check_shares
 from slipstream.train.preflight.optimizer_check import check_optimizer
 from slipstream.train.preflight.resumed_run import find_saved
