@@ -230,6 +230,11 @@ CONTEXT, OFFLOAD = {"context": "host"}, {"offload": 1.0}
             errno.ENOSPC,
             r"memory.context=host: .* don't fit in .* \(No space left on device\). Set TMPDIR .* or",
         ),
+        (
+            {"context": 0.5},
+            errno.ENOSPC,
+            r"memory.context=0.5: .* Set TMPDIR .* or shorten the sequence",
+        ),
         (CONTEXT, errno.ENOMEM, r"\(Cannot allocate memory\). Give fewer slices"),
         (CONTEXT, errno.EMFILE, r"\(Too many open files\). Raise the limit of open files, ulimit -n"),
         (OFFLOAD, errno.ENOSPC, r"memory.offload: .* saved activations don't fit in .* or lower memory.offload"),
@@ -251,27 +256,34 @@ def test_a_host_without_room_is_named(
 
 
 @contextmanager
-def small_files(num_bytes: int) -> Iterator[None]:
-    """No file of this process grows beyond so many bytes."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+def limited(what: int, most: int) -> Iterator[None]:
+    """Limits one of the process's resources."""
+    before = resource.getrlimit(what)
+    resource.setrlimit(what, (most, before[1]))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        resource.setrlimit(what, before)
 
 
 def test_files_that_may_not_grow_are_named() -> None:
     """The step is lost, and the next one isn't."""
     pipe = make_pipe(build(llama()), slices=2, context="host")
     with (
-        small_files(1024),
+        limited(resource.RLIMIT_FSIZE, 1024),
         pytest.raises(SlipstreamError, match=r"kB more keys, values and states .* \(File too large\). Set TMPDIR"),
     ):
         pipe.step(tokens(), tokens())
     for parameter in pipe.parameters():
         parameter.grad = None
     loss = pipe.step(tokens(), tokens())
+    assert abs(loss - make_pipe(build(llama()), slices=2).step(tokens(), tokens())) < BOUND
+
+
+def test_a_low_limit_of_locked_memory_is_enough_for_files() -> None:
+    """Only a GPU's pinned memory is locked; `ulimit -l 0` lets everything else run."""
+    with limited(resource.RLIMIT_MEMLOCK, 0):
+        loss = make_pipe(build(llama()), slices=2, context="host", offload=1.0).step(tokens(), tokens())
     assert abs(loss - make_pipe(build(llama()), slices=2).step(tokens(), tokens())) < BOUND
 
 
