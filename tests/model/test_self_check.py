@@ -73,6 +73,18 @@ def test_a_mask_made_for_one_token_holds_for_many() -> None:
     assert first_keys(mask, 6, CPU).tolist() == [0] * 6
 
 
+@pytest.mark.parametrize("width", [1, 3, 7, 20])
+def test_a_window_of_transformers_is_known_without_its_pairs(width: int) -> None:
+    """As its pairs have it; a function that only looks like one is evaluated."""
+    window = masking_utils.sliding_window_causal_mask_function(width)
+    evaluated = first_keys(lambda *pair: window(*pair), 13, CPU)
+    assert torch.equal(first_keys(window, 13, CPU), evaluated)
+    narrower = masking_utils.and_masks(window, masking_utils.sliding_window_overlay(2))
+    assert torch.equal(first_keys(narrower, 13, CPU), first_keys(lambda *pair: narrower(*pair), 13, CPU))
+    # All pairs of so many tokens would take minutes.
+    assert first_keys(window, 1 << 20, CPU)[-1] == (1 << 20) - width
+
+
 def test_a_token_of_an_image_is_refused() -> None:
     with masks_of_text(), pytest.raises(RuntimeError, match="a token of an image is in a batch of text"):
         causal_or_in_one_image([-1, 0])

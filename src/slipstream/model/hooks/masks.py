@@ -2,8 +2,9 @@
 
 transformers describes a mask as a function of (batch, head, query, key). Slicing needs more structure: every causal
 mask in use lets query q see a contiguous range first(q)..q (plain causal: 0; a sliding window: q-w+1; Llama 4's blocks:
-the start of q's block). So each mask becomes a table `first`, found by evaluating the given function over all pairs. A
-mask that is not such a range is refused as soon as a layer uses it, never approximated.
+the start of q's block). So each mask becomes a table `first`, found by evaluating the given function over all pairs;
+the two commonest, transformers' own causal masks with and without a window, are known by their code. A mask that is not
+such a range is refused as soon as a layer uses it, never approximated.
 
 Packed documents are separate sequences to transformers: windows and blocks count from the document's start, so a table
 is read at the position within the document and shifted by the document's start. Older versions count blocks from the
@@ -39,9 +40,30 @@ def first_keys(mask_function: MaskFunction, length: int, device: torch.device) -
     """
     if mask_function is masking_utils.causal_mask_function:
         return KeyRanges.causal(0, length).first_key[0]
+    if (window := _own_window(mask_function)) is not None:
+        return (torch.arange(length) + 1 - window).clamp_(min=0)
     rows = max(1, _PAIRS_AT_ONCE // length)
     begins = range(0, length, rows)
     return torch.cat([_first_keys(mask_function, begin, min(begin + rows, length), device) for begin in begins])
+
+
+def _own_window(mask_function: MaskFunction) -> int | None:
+    """Returns the width of a causal sliding window of transformers' own, whose pairs needn't be evaluated; None for any
+    other function."""
+    like = masking_utils.sliding_window_causal_mask_function(1)
+    parts = _enclosed(mask_function, like)
+    if parts is None or len(parts) != 2 or parts[1] is not masking_utils.causal_mask_function:
+        return None
+    width = _enclosed(parts[0], _enclosed(like, like)[0])
+    return width if isinstance(width, int) and width > 0 else None
+
+
+def _enclosed(function: Any, like: Any) -> Any:
+    """Returns the one value that a function encloses, if its code is that of another; else None."""
+    cells = getattr(function, "__closure__", None)
+    if getattr(function, "__code__", None) is not like.__code__ or cells is None or len(cells) != 1:
+        return None
+    return cells[0].cell_contents
 
 
 def _first_keys(mask_function: MaskFunction, begin: int, end: int, device: torch.device) -> Tensor:
