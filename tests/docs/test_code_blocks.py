@@ -31,7 +31,7 @@ def test_there_is_something_to_run() -> None:
     assert {page.name for page in WITH_CODE} >= {"README.md", "concepts.md", "own-loop.md", "data.md"}
 
 
-PLANNING = ("auto.md", "memory.md", "slicing.md")  # take the longest
+PLANNING = ("auto.md", "long-sequences.md", "memory.md", "slicing.md")  # take the longest
 
 
 @pytest.mark.parametrize(
