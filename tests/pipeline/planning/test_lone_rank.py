@@ -115,7 +115,7 @@ def test_what_fits_in_no_slices_is_refused_with_what_to_type(usual: float) -> No
 def test_a_limit_lets_a_plan_compute_again(usual: float) -> None:
     inputs, limit = tokens(1, LENGTH), 1.1 * usual
     pipe = exact_pipe(build(LONG), inputs, num_ranks=1, memory_limit=limit, seq_len=LENGTH, slices=None)
-    assert "with memory.recompute=stage, as 8 slices would hold" in pipe.how_planned
+    assert "with memory.recompute=stage, as 8 slices without it would hold" in pipe.how_planned
     assert pipe.slices(LENGTH) == slice_lengths(8, LENGTH)
     assert memory_of(pipe.layout.training, pipe.memory_table(inputs, inputs))[0].peak <= limit
 

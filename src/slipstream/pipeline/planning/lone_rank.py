@@ -192,9 +192,10 @@ class LoneRankPlans:
         if choice is None or not choice.instead_of:
             return ""
         again = f" with memory.recompute={choice.recompute}" if choice.recompute != self._memory.recompute else ""
+        usual = f"{plural(len(self._usual), 'slice')}{' without it' if again else ''}"
         return (
-            f"planned by counted operations: {slices_text(choice.slices or self._usual)}{again}, as "
-            f"{plural(len(self._usual), 'slice')} would hold {bytes_text(choice.instead_of)}, and {self._room.words}"
+            f"planned by counted operations: {slices_text(choice.slices or self._usual)}{again}, as {usual} would hold "
+            f"{bytes_text(choice.instead_of)}, and {self._room.words}"
         )
 
     def _order(self, settings: StepSettings) -> RowOrder:
