@@ -158,7 +158,7 @@ WALKS = {
             "cluster_plans/plan_model.py:choose_costs",
             "profile/counting.py:count_model",
             "planner/search/plan_search.py:search_meshes",
-            "planner/search/joint_plans.py:joint_candidates",
+            "planner/search/joint_plans.py:JointCandidates.without_limit",
             "planner/joint/joint_search.py:search_placements",
             "planner/search/plan_space.py:PlanSpace.evaluate",
             "simulator/simulation.py:end_times",

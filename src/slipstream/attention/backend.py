@@ -207,33 +207,28 @@ class TiledBackend(AttentionBackend, Protocol):
             yield tile, (tile.rows, slice(None), queries), (tile.rows, slice(None), keys)
 
 
-def merge_(output: Tensor, logsumexp: Tensor, other: Tensor, other_logsumexp: Tensor) -> None:
-    """Combines the attention over two disjoint sets of keys, in place of the first.
+def merge_(so_far: AttentionResult, found: AttentionResult, is_first: bool = False) -> None:
+    """Combines the attention over two disjoint sets of keys, in place of the first; where `is_first`, that has none.
 
     lse = log(e^lse1 + e^lse2),   O = e^(lse1 - lse) O1 + e^(lse2 - lse) O2
     """
-    weight = torch.sigmoid(other_logsumexp - logsumexp)  # e^(lse2 - lse)
-    output.lerp_(other.to(output.dtype), weight[..., None])
-    logsumexp.copy_(torch.logaddexp(logsumexp, other_logsumexp))
-
-
-def fill_or_merge(into: AttentionResult, part: AttentionResult, is_first: bool) -> None:
-    """Fills a tile's output and log-sum-exp with its first part, or merges another part into them."""
+    output, logsumexp = so_far
     if is_first:
-        for target, found in zip(into, part, strict=True):
-            target.copy_(found)
-    else:
-        merge_(*into, *part)
+        output.copy_(found[0])
+        logsumexp.copy_(found[1])
+        return
+    weight = torch.sigmoid(found[1] - logsumexp)  # e^(lse2 - lse)
+    output.lerp_(found[0].to(output.dtype), weight[..., None])
+    logsumexp.copy_(torch.logaddexp(logsumexp, found[1]))
 
 
 def merged_with(so_far: AttentionResult | None, found: AttentionResult) -> AttentionResult:
     """Returns the attention to some keys and to others, wide where there are both."""
     if so_far is None:
         return found
-    output, logsumexp = so_far
-    output = output.to(logsumexp.dtype)
-    merge_(output, logsumexp, *found)
-    return output, logsumexp
+    total = so_far[0].to(so_far[1].dtype), so_far[1]
+    merge_(total, found)
+    return total
 
 
 def added(so_far: Tensor | None, share: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from slipstream.attention.backend import AttentionSite, QueryState, TiledBackend, TileGradients, fill_or_merge
+from slipstream.attention.backend import AttentionSite, QueryState, TiledBackend, TileGradients, merge_
 from slipstream.attention.masks import ScoreRectangle, ScoreTile
 
 _aten = torch.ops.aten
@@ -41,7 +41,7 @@ class FlashCPU(TiledBackend):
             )
             own_out, own_lse = out[:, :, part.queries], lse[:, :, part.queries]
             found = part_out.reshape(own_out.shape), part_lse.reshape(own_lse.shape)
-            fill_or_merge((own_out, own_lse), found, is_first=part.diagonal and tile.has_own)
+            merge_((own_out, own_lse), found, is_first=part.diagonal)
 
     def backward(self, queries: QueryState, key: Tensor, value: Tensor, grads: TileGradients, tile: ScoreTile) -> None:
         """See `TiledBackend`."""

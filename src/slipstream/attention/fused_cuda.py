@@ -14,7 +14,7 @@ from slipstream.attention.backend import (
     TiledBackend,
     TileGradients,
     added,
-    fill_or_merge,
+    merge_,
     merged_with,
 )
 from slipstream.attention.kernel_choice import KERNELS, choose_kernel
@@ -67,7 +67,7 @@ class FusedCUDA(TiledBackend):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, tile: ScoreTile) -> None:
         """See `TiledBackend`."""
         found = KERNELS["flash"].forward(query, key, value, tile.regular, self.site.scale)
-        fill_or_merge((out, lse), found, is_first=tile.has_own)
+        merge_((out, lse), found, is_first=tile.has_own)
 
     def backward(self, queries: QueryState, key: Tensor, value: Tensor, grads: TileGradients, tile: ScoreTile) -> None:
         """See `TiledBackend`."""

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from slipstream.attention.backend import AttentionSite, QueryState, TiledBackend, TileGradients, fill_or_merge
+from slipstream.attention.backend import AttentionSite, QueryState, TiledBackend, TileGradients, merge_
 from slipstream.attention.masks import ScoreRectangle, ScoreTile
 
 # Limits memory: a long tile is computed some queries at a time.
@@ -39,7 +39,7 @@ class MaskedMath(TiledBackend):
             part_lse = scores.logsumexp(-1).clamp_(min=torch.finfo(lse.dtype).min)  # (B,H,t)
             probs = scores.sub_(part_lse[..., None]).exp_()
             found = _times(self._dropped(probs, generator), value), part_lse
-            fill_or_merge((out[:, :, block], lse[:, :, block]), found, is_first=tile.has_own)
+            merge_((out[:, :, block], lse[:, :, block]), found, is_first=tile.has_own)
 
     def backward(self, queries: QueryState, key: Tensor, value: Tensor, grads: TileGradients, tile: ScoreTile) -> None:
         """See `TiledBackend`."""

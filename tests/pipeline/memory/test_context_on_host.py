@@ -131,7 +131,7 @@ def test_the_device_holds_no_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("share", [-0.1, 1.5, "half", True])
 def test_a_number_that_is_no_share_is_refused(share: Any) -> None:
-    with pytest.raises(SlipstreamError, match=r"context=.*: give 'device', 'host' or a number from 0 to 1"):
+    with pytest.raises(SlipstreamError, match=r"context=.*: give 'device', 'host', 'auto' or a number from 0 to 1"):
         Memory(context=share)
     with pytest.raises(SlipstreamError, match=r"context=.*give the share of keys and values on the host, 0 to 1"):
         PlanOptions(context=share)

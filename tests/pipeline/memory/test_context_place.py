@@ -26,10 +26,10 @@ def automatic(**settings: Any) -> Pipeline:
 def test_it_is_the_host_where_the_device_has_no_room(settings: dict[str, Any]) -> None:
     """By the limit, or by the memory of the machine; `print` says why."""
     roomy = automatic(**settings)
-    assert not roomy.layout.has_context_on_host
+    assert not roomy.layout.context_on_host
     assert "context: keys and values are on the device, as memory.context=auto: the fullest rank would" in repr(roomy)
     full = automatic(memory_limit=10_000.0, **settings)
-    assert full.layout.has_context_on_host
+    assert full.layout.context_on_host
     assert re.search(r"on the host, .* with them on its device, which has 10.0 kB", repr(full))
 
 
@@ -48,13 +48,13 @@ def test_steps_run_wherever_it_is() -> None:
 def test_it_needs_the_tokens_of_a_sequence() -> None:
     with pytest.raises(SlipstreamError, match=r"memory.context='auto' is decided by the tokens .* seq_len="):
         automatic(seq_len=None)
-    assert not automatic(seq_len=None, slices=[20, 24, 10, 10]).layout.has_context_on_host
+    assert not automatic(seq_len=None, slices=[20, 24, 10, 10]).layout.context_on_host
 
 
 def test_what_is_refused_on_the_host() -> None:
     """Where the device doesn't fit, or the host isn't possible at all."""
     pipe = make_pipe(build(OWN_ATTENTION["bloom"]), slices=2, seq_len=LENGTH, context="auto")
-    assert not pipe.layout.has_context_on_host
+    assert not pipe.layout.context_on_host
     assert "reads the keys and values of all earlier tokens at once" in repr(pipe)
     with pytest.raises(
         SlipstreamError, match=r"memory.context=auto: keys and values can't be on the host, as it reads"
