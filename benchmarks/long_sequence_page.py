@@ -15,6 +15,7 @@ COLOURS = {
     MEMORY: "#2f6db5",
     HOST: "#3f8f4f",
 }
+_SIZES = [digit * 10**power for power in range(5) for digit in (1, 2, 5)]  # MB
 Row = dict[str, Any]
 
 
@@ -70,6 +71,10 @@ def draw(record: Row, path: Path) -> None:
             axes.plot(*zip(*points, strict=True), label=name, color=COLOURS[name], marker="o", markersize=4)
     axes.set(xscale="log", yscale="log", xlabel="tokens of the sequence", ylabel="MB that a step takes")
     axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
+    lowest, highest = axes.get_ylim()
+    sizes = [each for each in _SIZES if lowest <= each <= highest]
+    axes.set_yticks(sizes, [f"{each:,}" for each in sizes])
+    axes.yaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_minor_locator(NullLocator())
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8)
