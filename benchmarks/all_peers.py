@@ -144,14 +144,15 @@ def case_name(case: tuple[int, int]) -> str:
 
 
 def kept_rows(now: dict[str, Any]) -> dict[tuple[int, int], dict[str, Any]]:
-    """Returns the record's rows by case, which must have been measured in the same setting."""
+    """Returns the record's rows by case, with the commit; they must have been measured in the same setting."""
     found = recorded(NAME)
     if found is None:
         return {}
     then = found["setting"]
     if different := sorted(name for name in now if name != "load_average" and now[name] != then.get(name)):
         raise SystemExit(f"the record was measured with other {', '.join(different)}: measure all cases")
-    return {(row["sequences"], row["tokens"]): row for row in found["rows"]}
+    measured_at = {"measured at": found["of"]["commit"]}
+    return {(row["sequences"], row["tokens"]): measured_at | row for row in found["rows"]}
 
 
 if __name__ == "__main__":
