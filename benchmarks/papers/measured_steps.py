@@ -45,9 +45,8 @@ from slipstream.cost import Cluster, CountedCosts, Degrees, ModelCount, StagePar
 from slipstream.planner.partition import partition_layers
 from slipstream.planner.plan import ONE_DEVICE, Plan
 from slipstream.planner.search.evaluate import Evaluation
-from slipstream.planner.search.placed_partition import PlacedPartition
+from slipstream.planner.search.placed_partition import PlacedPartition, sequence_seconds
 from slipstream.planner.search.plan_options import PlanOptions
-from slipstream.planner.search.slice_choices import sequence_seconds
 from slipstream.schedule import Op
 from slipstream.simulator.memory_account import OrderBytes
 

@@ -16,9 +16,10 @@ _CACHED_FILES = ("active_file", "inactive_file")
 class MachineMemory(NamedTuple):
     """The memory that processes share, in bytes."""
 
-    total: float  # of the machine
-    free: float  # for new processes, in the container too
-    limit: float | None = None  # of the container, where that is less than the machine has
+    total: float  # the machine's
+    free: float  # bytes for new processes, in the container too
+    # The container's bytes; None: it may have all.
+    limit: float | None = None
 
     @property
     def usable(self) -> float:
@@ -81,7 +82,8 @@ class TemporaryFolder(NamedTuple):
 
     path: Path
     free: int  # bytes
-    kind: str  # of its file system, "" where that isn't known
+    # Its file system; "" where that isn't known.
+    kind: str
 
     @property
     def takes_memory(self) -> bool:

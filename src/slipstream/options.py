@@ -125,7 +125,7 @@ class Memory(Record):
     @property
     def uses_host(self) -> bool:
         """Whether something lies in the host's memory while a step runs, or between steps."""
-        return self.offload > 0 or self.context != "device" or self.optimizer == "host"
+        return self.offload > 0 or self.context == "auto" or host_share(self.context) > 0 or self.optimizer == "host"
 
     @property
     def is_limited(self) -> bool:

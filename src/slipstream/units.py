@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 _DURATIONS = ((1, "s"), (1e3, "ms"), (1e6, "µs"), (1e9, "ns"))  # units per second
 _LONG_DURATIONS = ((86400, "days"), (3600, "hours"), (60, "minutes"), (1, "seconds"))  # seconds per unit
@@ -32,6 +33,12 @@ def bytes_text(num_bytes: float) -> str:
     """Returns a size with three digits: 61.2 GB, in powers of 1000."""
     size, unit = bytes_unit(num_bytes)
     return f"{_three_digits(num_bytes / size)} {unit}"
+
+
+def sizes_text(sizes: Mapping[Any, float]) -> str:
+    """Returns what takes how many bytes, the largest first, without what takes none."""
+    largest_first = sorted(sizes.items(), key=lambda pair: -pair[1])
+    return ", ".join(f"{name} {bytes_text(size)}" for name, size in largest_first if size > 0)
 
 
 def bytes_unit(num_bytes: float) -> tuple[float, str]:

@@ -35,7 +35,7 @@ def test_plans_from_measured_times_are_as_they_were(kind: str) -> None:
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("number", [*range(0, 90, 15), 92, 101, 131, 140])
+@pytest.mark.parametrize("number", [*range(0, 90, 15), 92, 94, 101, 106, 131, 140])
 def test_plans_from_counted_operations_and_of_starts_are_as_they_were(number: int) -> None:
     check(*_NUMBERED[number])
 

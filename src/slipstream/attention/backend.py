@@ -115,8 +115,8 @@ class TileGradients(NamedTuple):
     """The buffers to which a tile's backward adds."""
 
     query: Tensor  # (B,H,T,D), in float32 or wider
-    key: Tensor  # as of `KeySums`
-    value: Tensor
+    key: Tensor  # (B,Hkv,S,D), in the type of the sums
+    value: Tensor  # (B,Hkv,S,Dv)
 
 
 class AttentionBackend(Protocol):

@@ -35,7 +35,7 @@ class HostContext(NamedTuple):
     """A place on the host for keys and values."""
 
     memory: HostMemory
-    share: float = 1.0  # of each sequence's tokens, the first, above 0
+    share: float = 1.0  # share of each sequence's tokens, above 0: the first ones
 
 
 def context_on_host(device: torch.device, share: float = 1.0) -> HostContext | None:
@@ -89,17 +89,17 @@ class HostBlock:
 
 
 class DeviceBlock:
-    """The keys and values of the last slices, which stay on the device, with the sums of their gradients."""
+    """The keys and values of the last slices, which stay on the device, in a backward with the sums of their gradients.
 
-    def __init__(self, buffers: list[Tensor], least_sums: torch.dtype) -> None:
-        """`buffers` are those of key and value, to which those of the sums are added."""
+    Args:
+        buffers: of keys, values, and the sums of both.
+    """
+
+    def __init__(self, buffers: list[Tensor]) -> None:
         self._buffers = buffers
-        self._type = torch.promote_types(buffers[0].dtype, least_sums)
 
     def begin(self, with_sums: bool) -> None:
         """See `HostBlock`."""
-        if with_sums and len(self._buffers) == 2:
-            self._buffers += [torch.zeros_like(buffer, dtype=self._type) for buffer in self._buffers]
 
     def keys(self) -> list[Tensor]:
         """See `HostBlock`."""

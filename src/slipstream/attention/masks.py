@@ -91,8 +91,7 @@ class ScoreTile:
         # All queries see the keys from this one on.
         last = 0 if self.first_keys is None else int(self.first_keys.max()) + 1 - self.first
         if last > past:
-            seen = slice(0, self.keys_end - self.first)
-            return (ScoreRectangle(queries, seen, diagonal=self.keys_end > self.start, masked=True),)
+            return (ScoreRectangle(queries, slice(0, past + num_queries), diagonal=True, masked=True),)
         own = _triangle(0, num_queries, past) if self.keys_end > self.start else ()
         moving = [ScoreRectangle(queries, slice(0, last), masked=True)] if last else []
         whole = [ScoreRectangle(queries, slice(last, past))] if last < past else []

@@ -44,7 +44,7 @@ class _CallBuffers:
 
     # key (B, Hkv, L', D) and value (B, Hkv, L', Dv) of the last tokens; in a backward also their gradients
     buffers: list[Tensor]
-    blocks: dict[int, HostBlock] = field(default_factory=dict)  # those of the first tokens, by first token
+    blocks: dict[int, HostBlock] = field(default_factory=dict)  # blocks of the first tokens, by first token
     slices: dict[int, StoredSlice] = field(default_factory=dict)  # slices by their first token
     num_done: int = 0  # tokens of slices with a finished backward
 
@@ -202,7 +202,8 @@ class ContextStore:
         # A replay needs new ones where they were dropped.
         is_new = not context.buffers
         if is_new and self._first_here < self.length:
-            context.buffers = [_buffer(part, self.length - self._first_here) for part in (key, value)]
+            num_here = self.length - self._first_here
+            context.buffers = [_buffer(key, num_here), _buffer(value, num_here)]
         if ranges.start < self._first_here:
             assert self._host is not None
             if ranges.start not in context.blocks:
@@ -219,7 +220,7 @@ class ContextStore:
             # All that the device has is one block.
             here = queries.among(self._first_here, queries.end)
             assert here is not None, "a query sees its own key"
-            seen.append(SeenBlock(self._first_here, DeviceBlock(context.buffers, self._least_sums), here))
+            seen.append(SeenBlock(self._first_here, DeviceBlock(context.buffers), here))
         for start in sorted((start for start in context.blocks if start <= ranges.start), reverse=True):
             end = queries.end if start == ranges.start else context.slices[start].end
             keys = queries.among(start, end)
@@ -272,11 +273,11 @@ class ContextStore:
                     f"{_name(call, ranges)} runs backward before the slice [{start}, {later.end}), which "
                     "attends to it: run the slices of a microbatch in reverse order"
                 )
-        if self._host is not None:
-            return streamed(self._seen_blocks(context, ranges, queries), with_sums=True)
         if len(context.buffers) == 2:
             dtype = torch.promote_types(context.buffers[0].dtype, self._least_sums)
             context.buffers += [torch.zeros_like(buffer, dtype=dtype) for buffer in context.buffers]
+        if self._host is not None:
+            return streamed(self._seen_blocks(context, ranges, queries), with_sums=True)
         key, value, *sums = map(queries.seen, context.buffers)
         return iter((KeyBlock(queries, 0, key, value, tuple(sums)),))
 

@@ -69,7 +69,8 @@ def memory_table(
     state = update.held
     # No other slice reads the keys and values of a layer that makes them again.
     is_lone = recompute in BY_LAYER and len(slices) == 1
-    keyed, num_here = costs.host_context or costs, length - tokens_on_host(slices, costs.host_share)
+    keyed = costs.host_context or costs
+    num_here = length - tokens_on_host(slices, costs.host_share)
     places = dict[Stage, int]()
     like = [places.setdefault(alike(stage), g) for g, stage in enumerate(stages)]
 
@@ -203,7 +204,8 @@ def _footprints(
 ) -> dict[tuple[int, bool, bool], dict[Op, Footprint]]:
     """Returns the bytes of one stage's actions by (slice, recomputed, offloaded); `num_here` tokens have their keys and
     values on the device."""
-    every, keyed = {}, costs.host_context or costs
+    every = {}
+    keyed = costs.host_context or costs
     for s, length in enumerate(slices):
         total = costs.action_bytes(layers, length)
         by_layer = recompute in BY_LAYER

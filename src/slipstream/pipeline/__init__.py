@@ -4,9 +4,11 @@ from slipstream.pipeline.families import StageLayout
 from slipstream.pipeline.families.causal_lm import CausalLMFamily
 from slipstream.pipeline.families.causal_lm_layout import check_options, host_context_refusal
 from slipstream.pipeline.introspection import UNSUPPORTED_CALLS
+from slipstream.pipeline.memory import less_on_host
 from slipstream.pipeline.pipeline import Pipeline
 from slipstream.pipeline.pipeline_options import ExpectedBatch, PipelineOptions, SequenceLoss
 from slipstream.pipeline.planning import (
+    UNCOUNTABLE,
     LoneRankPlans,
     context_place,
     decided_options,

@@ -48,8 +48,6 @@ _TILES = NumberRule(
     lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= 0,
     "give the tokens of a slice whose logits exist at a time, or 0 for all",
 )
-
-
 _SHARES_ON_HOST = NumberRule(
     lambda value: isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1,
     "give the share of keys and values on the host, 0 to 1",

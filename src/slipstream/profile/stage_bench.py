@@ -350,9 +350,10 @@ class LiveMemory(TorchDispatchMode):
         storage = tensor.untyped_storage()
         if not (size := storage.nbytes()):
             return
-        remove = self._remove_file if lies_in_file(tensor) else self._remove
+        is_on_host = lies_in_file(tensor)
+        remove = self._remove_file if is_on_host else self._remove
         self._references[key] = weakref.ref(storage, partial(remove, key, size))
-        if remove == self._remove_file:
+        if is_on_host:
             self._on_host += size * counted
             self.host_peak = max(self.host_peak, self._on_host)
         else:

@@ -218,7 +218,8 @@ class Executor:
         stage = self._stages[g]
         state = self._state
         if (store := state.stores.get((g, m))) is None:
-            length, host = state.batch.slices[m][i].length, self._context_on_host
+            length = state.batch.slices[m][i].length
+            host = self._context_on_host
             slices = state.batch.microbatches[m].slices
             num_on_host = None if host is None else tokens_on_host(slices, host.share)
             store = state.stores[g, m] = ContextStore(length, host, self._has_wide_sums, num_on_host)

@@ -248,18 +248,19 @@ class CausalLMFamily(ModelFamily):
                 "memory.context='device' or 'host'."
             )
         expected = options.expected or ExpectedBatch(length)
-        request = self.start_request(num_ranks, replace(expected, seq_len=length))
+        memory = options.memory
+        asked = self.start_request(num_ranks, replace(expected, seq_len=length))
+        request = replace(asked, context="device", offload=memory.offload)
         usual = StepSettings(options, num_ranks, self.default_slices, self.compiled).usual
         slices = slice_lengths(usual.slices, length) if isinstance(usual.slices, int) else usual.slices
         degrees = options.parallel.shared_by(self._ranks.degrees)
-        memory = options.memory
 
         def held() -> float:
             count = self._count(length, request.dtype)
             shared = with_exchange(count, degrees, is_whole=len(slices) == 1)
             costs = CountedOperations(count, shared, request.microbatch_size, options.parallel.sequence_parallel)
             plan = Plan(schedule=usual.schedule, slices=tuple(slices), recompute=str(memory.recompute))
-            peaks = request.usual_peaks(costs, plan, memory.offload)
+            peaks = request.usual_peaks(costs, plan)
             # Ranks of one process share its device.
             return max(peaks) if memory.limit is not None or self._ranks.pipeline.size > 1 else sum(peaks)
 

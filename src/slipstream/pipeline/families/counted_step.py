@@ -16,7 +16,8 @@ from slipstream.pipeline.planning import StartRequest, may_split, usual_order
 from slipstream.planner import Plan
 from slipstream.schedule import make_schedule, split_backwards
 
-_MOST_MICROBATCHES = 2  # of which one is held after the other
+# One microbatch is held after the other, so that a second one shows what any number holds.
+_MOST_MICROBATCHES = 2
 _COUNTED = ("none", "selective", "full", "stage", "stage+full")  # policies with known bytes
 # Upper bounds of what is kept: of a parameter, with its gradient and AdamW's state; of a token, for every row and every
 # column of a weight. A step that is far smaller needs no counting, which takes a second.
@@ -64,13 +65,8 @@ class CountedStep:
             offload=memory.offload,
             loss_tokens=memory.loss_tokens or 0,
         )
-        plan = Plan(
-            schedule=schedule,
-            slices=tuple(slices),
-            partition=_even(costs.num_layers, schedule.num_stages),
-            recompute=str(memory.recompute),
-        )
-        return max(request.evaluate(costs, plan).peaks())
+        plan = Plan(schedule=schedule, slices=tuple(slices), recompute=str(memory.recompute))
+        return max(request.usual_peaks(costs, plan))
 
     def surely_fits(self, num_tokens: int, room: float) -> bool:
         """See `StepAccount`."""
@@ -83,8 +79,3 @@ class CountedStep:
         shapes = [parameter.shape for parameter in self.outline().parameters()]
         widths = (prod(shape[:-2]) * sum(shape[-2:]) for shape in shapes)
         return sum(map(prod, shapes)), sum(widths)
-
-
-def _even(num_layers: int, num_stages: int) -> tuple[float, ...]:
-    each, rest = divmod(num_layers, num_stages)
-    return tuple(float(each + (stage < rest)) for stage in range(num_stages))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
@@ -25,7 +25,7 @@ from slipstream.planner.find_plan import find_plan
 from slipstream.planner.ragged import StepMemory, StepPlan, StepProblem
 from slipstream.schedule import Op, Schedule, SlicedMicrobatch, add_reductions
 from slipstream.simulator import MemoryKind, MemoryTable, RankMemory, StageSlice, memory_of
-from slipstream.units import bytes_text
+from slipstream.units import bytes_text, sizes_text
 
 # Peaks and sums by kind add the same numbers in different orders, and may differ in the last digits.
 _ROUNDED_UP = 1 + 1e-9
@@ -97,13 +97,13 @@ class MemoryLimit:
         worst = max(range(len(held)), key=lambda rank: held[rank].host_peak)
         if limit is None or held[worst].host_peak <= limit:
             return
-        on_host = {kind: size for kind, size in held[worst].worst_on_host.on_host.items() if size > 0}
+        on_host = held[worst].worst_on_host.on_host
+        most = held[worst].host_peak
         raise SlipstreamError(
             f"memory.host_limit={limit:.6g} ({bytes_text(limit)}), but rank {worst} would have "
-            f"{bytes_text(held[worst].host_peak)} on its host, {bytes_text(held[worst].host_peak - limit)} too much "
-            f"(memory.host_limit={math.ceil(held[worst].host_peak)} would do), in the schedule "
-            f"{step.schedule.name!r}: {_parts(on_host)}. Try {_less_on_host(self._memory_options, on_host)}"
-            + _longest(lengths)
+            f"{bytes_text(most)} on its host, {bytes_text(most - limit)} too much (memory.host_limit={math.ceil(most)} "
+            f"would do), in the schedule {step.schedule.name!r}: {sizes_text(on_host)}. Try "
+            f"{_advice_for_host(self._memory_options, on_host)}" + _longest(lengths)
         )
 
     def peak_memory_of_rows(self, schedule: Schedule, slices: Sequence[tuple[int, ...]]) -> list[float]:
@@ -267,28 +267,29 @@ def _merged(tables: Sequence[MemoryTable]) -> MemoryTable:
     return replace(tables[0], **joined)
 
 
-def _parts(held: Mapping[Any, float]) -> str:
-    """Returns what takes how many bytes, the largest first."""
-    return ", ".join(f"{kind} {bytes_text(size)}" for kind, size in sorted(held.items(), key=lambda pair: -pair[1]))
+def less_on_host(memory: Memory, on_host: Mapping[MemoryKind, float]) -> dict[str, Any]:
+    """Returns the settings of `memory` that put less on the host, each by itself, the cheapest first."""
+    settings: dict[str, Any] = {}
+    if on_host.get(MemoryKind.CONTEXT) and memory.context_gradients == "wide":
+        settings["context_gradients"] = "model"
+    if on_host.get(MemoryKind.ACTIVATIONS):
+        settings["offload"] = memory.offload / 2
+    if on_host.get(MemoryKind.CONTEXT):
+        settings["context"] = "device"
+    if on_host.get(MemoryKind.OPTIMIZER):
+        settings["optimizer"] = "device"
+    return settings
 
 
-def _less_on_host(memory: Memory, on_host: Collection[MemoryKind]) -> str:
-    """Returns what to change so that less is on the host."""
-    changes = []
-    if MemoryKind.CONTEXT in on_host:
-        changes += ["memory.context_gradients='model'"] if memory.context_gradients == "wide" else []
-        changes.append("memory.context='device'")
-    if MemoryKind.ACTIVATIONS in on_host:
-        changes.append(f"memory.offload={memory.offload / 2:g}")
-    if MemoryKind.OPTIMIZER in on_host:
-        changes.append("memory.optimizer='device'")
-    if {MemoryKind.CONTEXT, MemoryKind.ACTIVATIONS} & {*on_host}:
+def _advice_for_host(memory: Memory, on_host: Mapping[MemoryKind, float]) -> str:
+    changes = [f"memory.{name}={value!r}" for name, value in less_on_host(memory, on_host).items()]
+    if on_host.get(MemoryKind.CONTEXT) or on_host.get(MemoryKind.ACTIVATIONS):
         changes.append("shorter sequences")
     return f"{', '.join(changes[:-1])} or {changes[-1]}." if len(changes) > 1 else f"{changes[0]}."
 
 
 def _too_much(step: RehearsedStep, rank: int, held: RankMemory, limit: float) -> str:
-    most = {str(kind): size for kind, size in held.worst.during.items() if size > 0} | {"tokens": _token_bytes(step)}
+    most = {str(kind): size for kind, size in held.worst.during.items()} | {"tokens": _token_bytes(step)}
     total = held.peak + _token_bytes(step)
     slices = ", ".join(str([*microbatch.slices]) for microbatch in step.microbatches)
     setting = "none" if step.layout.recompute is None else step.layout.recompute.setting
@@ -300,7 +301,8 @@ def _too_much(step: RehearsedStep, rank: int, held: RankMemory, limit: float) ->
     return (
         f"memory.limit={limit:.6g} ({bytes_text(limit)}), but rank {rank} would hold {bytes_text(total)}, "
         f"{bytes_text(total - limit)} too much (memory.limit={math.ceil(total)} would do), in the "
-        f"schedule {step.schedule.name!r} on slices {slices}: {_parts(most)}. Try {recompute_advice(setting, waits)}"
+        f"schedule {step.schedule.name!r} on slices {slices}: {sizes_text(most)}. Try "
+        f"{recompute_advice(setting, waits)}"
         "memory.offload=0.5, a larger memory.num_flushes, more slices or microbatches, or schedule='auto', which keeps "
         "to the limit where it can."
     )

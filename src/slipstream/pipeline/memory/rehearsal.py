@@ -35,8 +35,8 @@ from slipstream.schedule import (
 )
 from slipstream.simulator import Footprint, MemoryTable, StageSlice
 
-_HOST_COPIES = 4  # a weight that the optimizer updates, its gradient, and AdamW's two means
 ADAMW_STATES = 2  # AdamW's two running means per parameter, of gradients and of their squares
+_HOST_COPIES = 2 + ADAMW_STATES  # a weight that the optimizer updates, its gradient, and AdamW's means
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The plans of what is "auto" or left open: by measured costs, by the steps that ran, or by counted operations."""
 
-from slipstream.pipeline.planning.context_place import ContextPlace, context_place
+from slipstream.pipeline.planning.context_place import UNCOUNTABLE, ContextPlace, context_place
 from slipstream.pipeline.planning.counted_plans import (
     NOMINAL_LENGTH,
     CountedPlans,

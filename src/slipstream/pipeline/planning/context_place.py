@@ -24,8 +24,8 @@ class ContextPlace(NamedTuple):
         return f"keys and values are on the {self.name}, as memory.context=auto: {self.reason}"
 
 
-# What counting a model, or evaluating a plan, may raise
-_UNCOUNTABLE = SlipstreamError, ValueError, NotImplementedError
+UNCOUNTABLE = SlipstreamError, ValueError, NotImplementedError
+"""What counting a model, or evaluating a plan, may raise."""
 
 
 def context_place(held: Callable[[], float], room: float, host_refusal: str) -> ContextPlace:
@@ -42,7 +42,7 @@ def context_place(held: Callable[[], float], room: float, host_refusal: str) -> 
     """
     try:
         most = held()
-    except _UNCOUNTABLE as error:
+    except UNCOUNTABLE as error:
         if host_refusal:
             return ContextPlace("device", f"they can't be on the host, as {host_refusal}")
         raise SlipstreamError(

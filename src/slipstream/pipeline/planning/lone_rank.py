@@ -20,7 +20,7 @@ from slipstream.planner.cuts import Cuts
 from slipstream.schedule import USUAL_SLICES, slice_lengths
 from slipstream.units import bytes_text, plural
 
-_MOST_SLICES = 512  # as many as a search over meshes tries
+_MOST_SLICES = 512  # the most of a search over meshes
 _TRIES = 3  # numbers of slices that are rehearsed within a limit
 # What a plan may compute again within a limit, in the order of what it costs.
 _WITHIN_LIMIT = ("none", "stage", "full", "stage+full")

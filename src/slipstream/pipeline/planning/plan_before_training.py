@@ -45,7 +45,7 @@ from slipstream.planner.joint import (
 )
 from slipstream.planner.ragged import StageRates, fit_rates
 from slipstream.planner.room import first_within
-from slipstream.planner.search import Evaluation, GlobalBatch, balanced_layers, evaluate, sequence_seconds
+from slipstream.planner.search import Evaluation, GlobalBatch, balanced_partition, evaluate
 from slipstream.profile import ProfileSettings, count_model, find_costs
 from slipstream.profile.cost_cache import CostCache
 from slipstream.units import seconds_text
@@ -121,28 +121,20 @@ class StartRequest(ExpectedBatch):
             schedule=plan.schedule, slices=plan.slices, partition=plan.partition, recompute=plan.recompute
         )
 
-    def usual_peaks(self, costs: Costs, plan: Plan, offload: float) -> list[float]:
-        """Returns the most bytes of each rank with keys and values on the device, of a plan of order, slices and
-        recomputation, with stages of equal work."""
-        here = replace(self, context="device")
-        layers = (range(layer, layer + 1) for layer in range(costs.num_layers))
-        weights = [sequence_seconds(costs, self.seq_len, layer) for layer in layers]
-        placement = plan.closed().placement
-        cut = plan.closed(partition=tuple(balanced_layers(weights, placement)))
-        return here.evaluate_closed(costs, replace(here.closed(cut, costs), offload=offload)).peaks()
+    def usual_peaks(self, costs: Costs, plan: Plan) -> list[float]:
+        """Returns the most bytes of each rank, of a plan of order, slices and recomputation, with stages of equal
+        work."""
+        partition = balanced_partition(costs, self.seq_len, plan.closed().placement)
+        return self.evaluate(costs, plan.closed(partition=partition)).peaks()
 
     def evaluate(self, costs: Costs, plan: Plan) -> Evaluation:
         """Returns a step of a plan of order, cut, slices and recomputation on the mesh, with all that ranks hold."""
-        return self.evaluate_closed(costs, self.closed(plan, costs))
-
-    def evaluate_closed(self, costs: Costs, plan: Plan) -> Evaluation:
-        """Returns a step of a plan of which nothing is open, as `evaluate` does."""
         rows = self.num_microbatches * self.microbatch_size
         batch = GlobalBatch(self.seq_len, self.replicas * rows)
         beside = held_beside(rows * self.seq_len)
         here = with_context_gradients(costs, self.context_gradients)
         host = ANY_HOST if self.host_limit is None else ANY_HOST._replace(capacity=self.host_limit)
-        return evaluate(plan, here, batch, self.state, host, beside)
+        return evaluate(self.closed(plan, costs), here, batch, self.state, host, beside)
 
     def _peaks(self, costs: Costs, plan: Plan) -> list[float]:
         return self.evaluate(costs, plan).peaks_within_hosts()

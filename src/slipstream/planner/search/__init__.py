@@ -2,7 +2,6 @@
 
 from slipstream.planner.search.cluster_problem import ClusterProblem
 from slipstream.planner.search.evaluate import Evaluation, GlobalBatch, evaluate
-from slipstream.planner.search.placed_partition import balanced_layers
+from slipstream.planner.search.placed_partition import balanced_partition
 from slipstream.planner.search.plan_options import PlanOptions, check_count
 from slipstream.planner.search.plan_space import PlanSpace
-from slipstream.planner.search.slice_choices import sequence_seconds

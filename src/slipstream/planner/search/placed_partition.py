@@ -10,8 +10,9 @@ from itertools import pairwise
 import numpy as np
 
 from slipstream.array_types import Flags, Floats
-from slipstream.cost import Costs, StageParts, kinds_by_layer
+from slipstream.cost import Costs, Stage, StageParts, kinds_by_layer
 from slipstream.planner.partition import partition_layers
+from slipstream.schedule import Op
 
 _MOST_LAYERS = 16  # of a model whose ranks, not only its stages, are balanced; with more that takes a second each
 
@@ -20,6 +21,17 @@ def balanced_layers(weights: Sequence[float], placement: tuple[int, ...]) -> lis
     """Returns the layers of each stage for which the slowest rank is fastest, given each layer's seconds; with many
     layers those for which the slowest stage is."""
     return partition_layers(weights, len(placement), placement=placement if len(weights) <= _MOST_LAYERS else None)
+
+
+def balanced_partition(costs: Costs, length: int, placement: tuple[int, ...]) -> tuple[float, ...]:
+    """Returns the layers of each stage that balance the time of a sequence of `length` tokens."""
+    layers = (range(layer, layer + 1) for layer in range(costs.num_layers))
+    return tuple(balanced_layers([sequence_seconds(costs, length, layer) for layer in layers], placement))
+
+
+def sequence_seconds(costs: Costs, length: int, layers: Stage) -> float:
+    """Returns the time of a whole sequence, forward and backward."""
+    return sum(float(costs.seconds(layers, op, length, 0)) for op in (Op.F, Op.I, Op.W))
 
 
 @dataclass(frozen=True, eq=False)

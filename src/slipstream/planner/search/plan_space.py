@@ -45,16 +45,16 @@ from slipstream.planner.search.evaluate import (
     tail_seconds,
     update_of,
 )
-from slipstream.planner.search.placed_partition import PlacedPartition, balanced_layers
+from slipstream.planner.search.placed_partition import PlacedPartition, balanced_layers, sequence_seconds
 from slipstream.planner.search.plan_options import PlanOptions
 from slipstream.planner.search.savings import SAVINGS, Savings
 from slipstream.planner.search.schedule_shape import ScheduleShape, cached_schedule, with_savings
-from slipstream.planner.search.slice_choices import SliceChoices, sequence_seconds
+from slipstream.planner.search.slice_choices import SliceChoices
 from slipstream.planner.search.stage_times import Slicing, StageTimes, first_others_last, part_times, stage_times
 from slipstream.schedule import SCHEDULES, Schedule, ScheduleKind
 from slipstream.schedule.action_arrays import ActionArrays
 
-_CostsKey = tuple[Degrees, int, str]  # degrees, sequences of a microbatch, place of keys and values
+_CostsKey = tuple[Degrees, int, str | float]  # degrees, sequences of a microbatch, place of keys and values
 USABLE = 0.95  # of a device's memory: fragments, libraries and all that isn't counted take the rest
 _LONG = 4000  # slices of stages, in a step that isn't simulated whole
 _STAGES_PER_RANK = (1, 2, 3, 4, 5, 6, 8, 10, 12)

@@ -12,6 +12,7 @@ from slipstream.array_types import Floats, Ints
 from slipstream.cost import Costs, CostSource, Degrees, Stage
 from slipstream.errors import SlipstreamError
 from slipstream.planner.cuts import Cuts
+from slipstream.planner.search.placed_partition import sequence_seconds
 from slipstream.planner.search.plan_options import PlanOptions
 from slipstream.planner.slicing import equal_time_slices
 from slipstream.planner.slicing.equal_stage_slicing import TimeTable, best_slicing, between_cuts
@@ -129,8 +130,3 @@ class SliceChoices:
         else:
             granularity = -(-granularity // _MULTIPLE) * _MULTIPLE
         return replace(self.known, granularity=granularity)
-
-
-def sequence_seconds(costs: Costs, length: int, layers: Stage) -> float:
-    """Returns the time of a whole sequence, forward and backward."""
-    return sum(float(costs.seconds(layers, op, length, 0)) for op in (Op.F, Op.I, Op.W))

@@ -11,11 +11,12 @@ from typing import Any
 
 from slipstream.errors import SlipstreamError
 from slipstream.machine_memory import MachineMemory, TemporaryFolder, machine_memory, temporary_folder
+from slipstream.pipeline import UNCOUNTABLE, less_on_host
 from slipstream.simulator import MemoryKind
 from slipstream.train.config import Config
 from slipstream.train.device_choice import choose_device_type, count_local_ranks
-from slipstream.train.preflight.memory_check import UNCOUNTABLE, step_account
-from slipstream.units import bytes_text, plural
+from slipstream.train.preflight.memory_check import step_account
+from slipstream.units import bytes_text, plural, sizes_text
 
 # On a CPU these are in files.
 _IN_FILES = MemoryKind.CONTEXT, MemoryKind.ACTIVATIONS
@@ -50,7 +51,7 @@ def _check_limit(config: Config, held: tuple[dict[MemoryKind, float], ...]) -> N
     rank = peaks.index(max(peaks))
     raise SlipstreamError(
         f"memory.host_limit={limit:.6g} ({bytes_text(limit)}), but by the planner's account rank {rank} would have "
-        f"{bytes_text(peaks[rank])} on its host: {_parts(held[rank])}. Give --memory.host_limit="
+        f"{bytes_text(peaks[rank])} on its host: {sizes_text(held[rank])}. Give --memory.host_limit="
         f"{math.ceil(peaks[rank])} or more, {_advice(config, held[rank])}"
     )
 
@@ -67,8 +68,8 @@ def _check_machine(
     if folder is not None and size_of_files > folder.free:
         raise SlipstreamError(
             f"by the planner's account the {ranks} here {need} {bytes_text(size_of_files)} in TMPDIR={folder.path} "
-            f"({_parts(in_files)}), where {bytes_text(folder.free)} are free. Set TMPDIR to a folder on a larger disk, "
-            f"{_advice(config, in_files)}"
+            f"({sizes_text(in_files)}), where {bytes_text(folder.free)} are free. Set TMPDIR to a folder on a larger "
+            f"disk, {_advice(config, in_files)}"
         )
     takes_memory = folder is None or folder.takes_memory
     in_memory = {kind: size for kind, size in here.items() if takes_memory or kind not in in_files}
@@ -80,7 +81,7 @@ def _check_machine(
     advice = _advice(config, in_memory).removeprefix("or ")
     raise SlipstreamError(
         f"by the planner's account the {ranks} here {need} {bytes_text(needed)} of the host's memory "
-        f"({_parts(in_memory)}), but {has} has {bytes_text(machine.free)} free of {bytes_text(machine.usable)}. "
+        f"({sizes_text(in_memory)}), but {has} has {bytes_text(machine.free)} free of {bytes_text(machine.usable)}. "
         + (f"{disk}or {advice}" if disk else advice[0].upper() + advice[1:])
     )
 
@@ -93,26 +94,15 @@ def _pipeline_ranks_here(config: Config) -> Iterator[int]:
         yield rank // per_place
 
 
-def _parts(held: Mapping[MemoryKind, float]) -> str:
-    sizes = sorted(((size, kind) for kind, size in held.items() if size), reverse=True)
-    return ", ".join(f"{kind} {bytes_text(size)}" for size, kind in sizes)
-
-
 def _advice(config: Config, held: Mapping[MemoryKind, float]) -> str:
     """Returns the end of a sentence: the settings by which less is on the host."""
-    memory = config.memory
     training = config.training
-    typed = list[str]()
-    if held.get(MemoryKind.CONTEXT) and memory.context_gradients == "wide" and training.precision != "float32":
-        typed.append("--memory.context_gradients=model")
-    if held.get(MemoryKind.ACTIVATIONS):
-        typed.append(f"--memory.offload={memory.offload / 2:g}")
+    settings = less_on_host(config.memory, held)
+    if training.precision == "float32":
+        settings.pop("context_gradients", None)
+    typed = [f"--memory.{name}={value}" for name, value in settings.items()]
     if held.get(MemoryKind.OPTIMIZER) and config.parallel.num_copies > 1 and config.parallel.shard == "none":
-        typed.append("--parallel.shard=optimizer")
-    if held.get(MemoryKind.CONTEXT):
-        typed.append("--memory.context=device")
-    if held.get(MemoryKind.OPTIMIZER):
-        typed.append("--memory.optimizer=device")
+        typed.insert(0, "--parallel.shard=optimizer")
     if held.get(MemoryKind.CONTEXT) or held.get(MemoryKind.ACTIVATIONS):
         typed.append(f"--training.seq_len={max(1, training.seq_len // 2)}")
     return f"or type one of {', '.join(typed)}" if len(typed) > 1 else f"or type {typed[0]}"

@@ -22,9 +22,9 @@ from slipstream.cost import (
 )
 from slipstream.errors import SlipstreamError
 from slipstream.model import expert_modules, meta_model, recompute_advice, torch_dtype
-from slipstream.pipeline import held_beside
+from slipstream.pipeline import UNCOUNTABLE, held_beside
 from slipstream.planner import OPEN, Plan
-from slipstream.planner.search import Evaluation, GlobalBatch, balanced_layers, evaluate, sequence_seconds
+from slipstream.planner.search import Evaluation, GlobalBatch, balanced_partition, evaluate
 from slipstream.profile import count_model
 from slipstream.schedule import SCHEDULES, USUAL_SCHEDULE, USUAL_SLICES, Schedule, slice_lengths
 from slipstream.train.config import Config, named_schedule, precision_named
@@ -139,8 +139,6 @@ def check_memory(config: Config, model_config: Any) -> None:
 
 
 Account = Callable[..., float]
-# What counting a model, or evaluating a plan, may raise
-UNCOUNTABLE = SlipstreamError, ValueError, NotImplementedError
 
 
 def memory_account(config: Config, model_config: Any) -> Account | None:
@@ -205,9 +203,7 @@ def _evaluate(config: Config, count: ModelCount, length: int, changes: dict[str,
     costs = with_context_gradients(counted, config.memory.context_gradients)
     plan = plan.closed(context_exchange=degrees.exchange)
     if plan.partition is OPEN:
-        layers = (range(layer, layer + 1) for layer in range(costs.num_layers))
-        weights = [sequence_seconds(costs, length, layer) for layer in layers]
-        plan = plan.closed(partition=tuple(balanced_layers(weights, plan.placement)))
+        plan = plan.closed(partition=balanced_partition(costs, length, plan.placement))
     rows = plan.num_microbatches * plan.microbatch_size
     batch = GlobalBatch(length, plan.data_parallel * rows)
     state = StateBytes.of(count.dtype)
