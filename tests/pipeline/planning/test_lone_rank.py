@@ -123,8 +123,9 @@ def test_a_limit_lets_a_plan_compute_again(usual: float) -> None:
 @pytest.mark.more
 def test_a_limit_is_kept_by_the_bytes_that_are_measured(usual: float) -> None:
     """Also where the first batch says how long sequences are."""
-    pipe = lone(memory_limit=0.9 * usual)
-    assert held(pipe) <= 0.9 * usual
+    limit = 0.92 * usual
+    pipe = lone(memory_limit=limit)
+    assert held(pipe) <= limit
     assert pipe.last_step.slices == [16] * 16
     assert "and memory.limit is " in pipe.how_planned
     with pytest.raises(SlipstreamError, match=r"but rank 0 would hold .*more slices"):
