@@ -189,6 +189,13 @@ def test_documents_are_separate_sequences(name: str, slices: list[int]) -> None:
     assert documents_error(unsplit(name), tokens(length=LENGTH), DOCUMENTS, slices=slices) < BOUND
 
 
+@since("5.21")
+def test_a_layer_that_carries_states_itself_is_recomputed_with_its_documents() -> None:
+    """What a document leaves there is no input of the layer, so the next one can't be recomputed alone."""
+    model, ids = unsplit("recurrent_gemma"), tokens(length=LENGTH)
+    assert documents_error(model, ids, DOCUMENTS, slices=SLICES, recompute="full", self_check=False) < BOUND
+
+
 @pytest.mark.parametrize("name", states([*first_of(["qwen3_next"]), *first_of(["mpt", "gpt_neo"])]))
 def test_sequences_of_different_lengths(name: str) -> None:
     assert sequences_error(unsplit(name), [30, 7, 52, 1, 18], slices=3) < BOUND

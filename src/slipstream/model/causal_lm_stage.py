@@ -38,10 +38,10 @@ from slipstream.model.hooks.router_loss import RouterLoss
 from slipstream.model.hooks.slice_cache import (
     SliceCache,
     as_several_tokens,
+    by_document,
     cache_name,
     has_lone_tokens,
     recorded_carriers,
-    reset_at_documents,
 )
 from slipstream.model.hooks.token_slice import (
     SliceContext,
@@ -139,6 +139,7 @@ class CausalLMStage(PipelineStage):
         asked = getattr(model.config.get_text_config(), "output_router_logits", False)
         self._without_router_logits = {"output_router_logits": False} if asked else {}
         self._recompute = recompute or RecomputePolicy()
+        self._recomputed: dict[nn.Module, Callable[..., Any]] = {}  # the forwards of layers that may be recomputed
         self._moved_inputs: MovedInputs | None = None
         if inputs_on_host and self._recompute.num_layers:
             self._moved_inputs = MovedInputs(device, round(inputs_on_host * len(self.layers_here)))
@@ -267,9 +268,10 @@ class CausalLMStage(PipelineStage):
         with active_forward(context), as_trained, as_masked, self._seeds.forked():
             yield
 
-    def _run_layer(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _run_layer(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Runs a layer's forward, and keeps only its inputs where it is recomputed."""
         context = current_slice()
+        forward = self._recomputed[layer]
         if not torch.is_grad_enabled() or context.layer >= self.layers_here.start + self._recompute.num_layers:
             return forward(*args, **kwargs)
         store = context.store
@@ -304,7 +306,11 @@ class CausalLMStage(PipelineStage):
             with recorded_carriers(self.layers) as carriers, _disable_current_modes(), noting_outputs(None):
                 self._run_token(2)
             for module in carriers:
-                reset_at_documents(module)
+                if module in self._recomputed:
+                    # All documents at once are recomputed: a later one continues from what an earlier one leaves.
+                    self._recomputed[module] = by_document(self._recomputed[module])
+                else:
+                    module.forward = by_document(module.forward)
             self._carriers = carriers
         return self._carriers
 
@@ -357,7 +363,8 @@ class CausalLMStage(PipelineStage):
         for index in self.layers_here:
             is_whole = anatomy.obstacle([f"{anatomy.layers}.{index}"])
             if self._recompute.num_layers:
-                layers[index].forward = wraps(layers[index].forward)(partial(self._run_layer, layers[index].forward))
+                self._recomputed[layers[index]] = forward = layers[index].forward
+                layers[index].forward = wraps(forward)(partial(self._run_layer, layers[index]))
             self._seeds.watch(layers[index], index, second_half(layers[index], () if is_whole else anatomy.halves))
         ends = slice(1) if self.is_first else slice(-1, None)  # a placeholder next to the embedding, or the head
         here = self.layers_here or range(self.num_layers)[ends]

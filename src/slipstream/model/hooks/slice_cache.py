@@ -234,9 +234,9 @@ def recorded_carriers(layers: Iterable[nn.Module]) -> Iterator[list[nn.Module]]:
         yield carriers
 
 
-def reset_at_documents(module: nn.Module) -> None:
-    """Makes a module that carries states run document by document from now on."""
-    module.forward = partial(_by_document, module.forward)
+def by_document(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a forward that runs another one document by document."""
+    return partial(_by_document, forward)
 
 
 def _by_document(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
