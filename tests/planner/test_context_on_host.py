@@ -149,6 +149,25 @@ def test_a_share_copies_what_comes_first() -> None:
     np.testing.assert_allclose(seconds[has_keys], (alone + moved / slow.bandwidth)[has_keys])
 
 
+def test_offloaded_activations_and_the_context_share_the_link() -> None:
+    """Each of them takes as long as alone on a link of half the bandwidth, where both are on the host."""
+    whole = source()
+    both = PlanSpace(
+        whole, SEQ_LEN, 8, PlanOptions(pipeline_parallel=1, tensor_parallel=1, context="host", offload=1.0)
+    )
+    plan = next(plan for _, size, plan in both.bounded() if size < np.inf and plan.num_slices > 2)
+    alone = PlanSpace(whole, SEQ_LEN, 8, PlanOptions())
+    alone.host = both.host and both.host.halved()
+    assert alone.host is not None
+    here = both.evaluate(plan)
+    offloaded = alone.evaluate(replace(plan, context="device"))
+    context = alone.evaluate(replace(plan, offload=0.0))
+    assert here.cost.copies == pytest.approx(offloaded.cost.copies)
+    for op, seconds in context.times.compute.items():
+        np.testing.assert_array_equal(here.times.compute[op], seconds)
+    assert both.evaluate(replace(plan, offload=0.0)).times.compute[Op.B].sum() < here.times.compute[Op.B].sum()
+
+
 @pytest.mark.more
 def test_orders_are_searched_with_keys_and_values_on_the_host_too() -> None:
     """Where nothing else fits, and no named schedule is allowed."""

@@ -21,6 +21,10 @@ class HostMemorySpec(NamedTuple):
         """Returns the seconds of a copy to the host, or of one back."""
         return self.latency + num_bytes / self.bandwidth
 
+    def halved(self) -> HostMemorySpec:
+        """Returns the host as each of two kinds of copies sees it that share the link."""
+        return self._replace(bandwidth=self.bandwidth / 2)
+
     @property
     def is_apart(self) -> bool:
         """Whether what is on the host is copied to the device to be used."""

@@ -31,6 +31,7 @@ from slipstream.cost import (
     with_loss_tokens,
 )
 from slipstream.errors import SlipstreamError
+from slipstream.options import host_share
 from slipstream.planner.joint import JointProblem, spread_costs
 from slipstream.planner.plan import Plan
 from slipstream.planner.plan_fields import PLAN_FIELDS
@@ -187,7 +188,7 @@ class Evaluation:
     @property
     def _copies(self) -> dict[tuple[int, int], float]:
         """The seconds in which a slice of a stage is copied to the host, or back."""
-        host, moved = self.host, self.arrays.is_one_of(Op.OFFLOAD)
+        host, moved = host_of_copies(self.plan, self.host), self.arrays.is_one_of(Op.OFFLOAD)
         assert host is not None, "offloads to an unknown host"
         columns = (column[moved].tolist() for column in (self.arrays.stage, self.arrays.slice, self.bytes.leaves))
         return {(stage, index): host.copy_seconds(-left) for stage, index, left in {*zip(*columns, strict=True)}}
@@ -362,7 +363,8 @@ def evaluate(
     _check_known(plan, costs, host)
     check_partition(plan.partition, costs.num_layers, costs.units_per_layer)
     bounds = unit_bounds(plan.partition, costs.num_layers, costs.units_per_layer)
-    costs = with_context(with_loss_tokens(costs, plan.loss_tokens), plan.context, host, batch.seq_len)
+    tiled = with_loss_tokens(costs, plan.loss_tokens)
+    costs = with_context(tiled, plan.context, host_of_copies(plan, host), batch.seq_len)
     cut = PlacedPartition(costs, plan.placement, bounds, plan.vocabulary == "spread")
     update = update_of(plan, state)
     return Evaluation(
@@ -375,6 +377,13 @@ def evaluate(
         host=host,
         beside=beside,
     )
+
+
+def host_of_copies(plan: Plan, host: HostMemorySpec | None) -> HostMemorySpec | None:
+    """Returns the host as each kind of a plan's copies sees it. Offloaded activations, and keys and values, may be
+    copied at the same time: where there are both, each gets half of the bandwidth."""
+    has_both = plan.offload and host_share(plan.context)
+    return host.halved() if host is not None and has_both else host
 
 
 def _check_known(plan: Plan, costs: Costs, host: HostMemorySpec | None) -> None:

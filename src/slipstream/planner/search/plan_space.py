@@ -18,6 +18,7 @@ from slipstream.cost import (
     Costs,
     CostSource,
     Degrees,
+    HostMemorySpec,
     Stage,
     Update,
     all_degrees,
@@ -40,6 +41,7 @@ from slipstream.planner.search.evaluate import (
     Evaluation,
     StepTimes,
     head_times,
+    host_of_copies,
     reduction_seconds,
     state_on_host,
     tail_seconds,
@@ -54,7 +56,8 @@ from slipstream.planner.search.stage_times import Slicing, StageTimes, first_oth
 from slipstream.schedule import SCHEDULES, Schedule, ScheduleKind
 from slipstream.schedule.action_arrays import ActionArrays
 
-_CostsKey = tuple[Degrees, int, str | float]  # degrees, sequences of a microbatch, place of keys and values
+# Degrees, sequences of a microbatch, place of keys and values, and the host as their copies see it.
+_CostsKey = tuple[Degrees, int, str | float, HostMemorySpec | None]
 USABLE = 0.95  # of a device's memory: fragments, libraries and all that isn't counted take the rest
 _LONG = 4000  # slices of stages, in a step that isn't simulated whole
 _STAGES_PER_RANK = (1, 2, 3, 4, 5, 6, 8, 10, 12)
@@ -175,11 +178,7 @@ class PlanSpace:
     def cut(self, plan: Plan) -> PlacedPartition:
         """Returns the partition of layers that makes the slowest rank fastest, by the time of whole sequences; the
         plan's own, where it has one."""
-        return self._cut(plan, plan.context)
-
-    def _cut(self, plan: Plan, context: str | float) -> PlacedPartition:
-        """Returns a plan's cut, whose costs are those with keys and values on the device or the host."""
-        costs_key = plan.degrees, plan.microbatch_size, context
+        costs_key = self._costs_key(plan)
         if plan.partition is not OPEN:
             return self._placed(costs_key, plan.placement, plan.partition, plan.vocabulary == "spread")
         assert isinstance(plan.schedule, str), "an order is found with its cut"
@@ -188,13 +187,16 @@ class PlanSpace:
 
     def costs_of(self, plan: Plan) -> Costs:
         """Returns the costs of the model's parts as the plan has them."""
-        return self._costs(plan.degrees, plan.microbatch_size, plan.context)
+        return self._costs(*self._costs_key(plan))
+
+    def _costs_key(self, plan: Plan) -> _CostsKey:
+        return plan.degrees, plan.microbatch_size, plan.context, host_of_copies(plan, self.host)
 
     def _costs_on_device(self, degrees: Degrees, size: int) -> Costs:
         return with_loss_tokens(self.source.costs(degrees, size), self.loss_tokens)
 
-    def _costs_with(self, degrees: Degrees, size: int, context: str | float) -> Costs:
-        return with_context(self.costs(degrees, size), context, self.host, self.seq_len)
+    def _costs_with(self, degrees: Degrees, size: int, context: str | float, host: HostMemorySpec | None) -> Costs:
+        return with_context(self.costs(degrees, size), context, host, self.seq_len)
 
     def _place(
         self,
@@ -208,7 +210,7 @@ class PlanSpace:
 
     def _compute_partition(self, costs_key: _CostsKey, placement: tuple[int, ...]) -> PlacedPartition:
         costs = self._costs(*costs_key)
-        degrees, size, _ = costs_key
+        degrees, size, *_ = costs_key
         num_layers = len(self.source.kinds)
         weights = [self._whole(degrees, size, self.alike(range(layer, layer + 1))) for layer in range(num_layers)]
         partition = balanced_layers(weights, placement)
@@ -224,7 +226,7 @@ class PlanSpace:
     def _exact(self, plan: Plan) -> tuple[int, ...] | None:
         """Returns the exact slicing for stages like the slowest one of the plan's cut."""
         # Bounds have the same slices, wherever keys and values lie.
-        stage = self._slowest(self._cut(plan, "device"))
+        stage = self._slowest(self.cut(replace(plan, context="device")))
         num_passes = self.num_microbatches(plan) * plan.stages_per_rank
         return self.choices.exact(plan.degrees, plan.microbatch_size, stage, plan.pipeline_parallel, num_passes)
 
@@ -460,7 +462,7 @@ class PlanSpace:
     def _group(
         self, first: Plan, names: tuple[str, ...], slicings: list[tuple[int, str]], savings: Savings
     ) -> PlanGroup:
-        degrees, size, cut = first.degrees, first.microbatch_size, self._cut(first, "device")
+        degrees, size, cut = first.degrees, first.microbatch_size, self.cut(replace(first, context="device"))
         shapes = [replace(first, num_slices=count, slicing=slicing) for count, slicing in slicings]
         lengths = tuple(map(self.slices, shapes))
         timed = (*lengths, (self.longest,), (self.choices.least_first(degrees),))
