@@ -22,7 +22,16 @@ from slipstream.errors import SlipstreamError
 from slipstream.pipeline.planning import StartRequest
 from slipstream.profile import profile_model
 from slipstream.profile.cost_cache import CostCache
-from slipstream.schedule import SCHEDULES, Schedule, add_communication, make_schedule, one_f_one_b, split_backwards
+from slipstream.schedule import (
+    SCHEDULES,
+    Schedule,
+    add_communication,
+    add_offload,
+    gpipe,
+    make_schedule,
+    one_f_one_b,
+    split_backwards,
+)
 from slipstream.simulator import simulate
 from slipstream.simulator.costs import UnitCost
 from slipstream.timeline import load_trace, save_trace
@@ -74,6 +83,17 @@ def test_a_named_schedule_and_who_waits_for_what() -> None:
         "rank 0     6     0        2      0     2     1",
         "rank 1     6     1        0      1     2     1",
     ]
+
+
+def test_what_copies_have_put_on_the_host(tmp_path: Path) -> None:
+    """Also of a trace that was saved."""
+    (tmp_path / "order.txt").write_text(str(add_offload(gpipe(1, 1, 4))))
+    *_, head, row = shown(tmp_path / "order.txt")
+    assert head.split()[-2:] == ["peak", "host"]
+    assert row.split()[-2:] == ["0.5", "0.75"]
+    *_, written = shown(tmp_path / "order.txt", f"--output={tmp_path / 'trace.json'}")
+    assert written.startswith("wrote")
+    assert shown(tmp_path / "trace.json")[-1] == row
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

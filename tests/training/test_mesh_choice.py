@@ -100,7 +100,7 @@ def test_without_gpu_and_launcher_there_are_two_processes(tmp_path: Path, monkey
     assert loaded(tmp_path, *OPEN).num_processes == 2
 
 
-def step_on(replicas: int, shard: str = "none") -> Evaluation:
+def step_on(replicas: int, shard: str = "none", context: str = "device") -> Evaluation:
     """A step of interleaved stages on two ranks of each replica, by measured costs."""
     request = StartRequest(
         seq_len=512,
@@ -109,6 +109,7 @@ def step_on(replicas: int, shard: str = "none") -> Evaluation:
         replicas=replicas,
         dtype="float32",
         parallel=Parallelism(shard=shard),
+        context=context,
     )
     order = make_schedule("interleaved-1f1b", 2, 4, 1, 2)
     plan = Plan(recompute="none").closed(schedule=order, slices=(512,), partition=(2, 2, 2, 2))
@@ -143,6 +144,10 @@ def test_the_table_says_what_was_passed_over(tmp_path: Path, ranks: Callable[[in
         ["--pp=2 --dp=1 --tp=1", seconds_text(step.seconds), bytes_text(max(step.peaks()))],
         ["--pp=1 --dp=2 --tp=1", "3.0 GB more than 2.0 GB"],
     ]
+    on_host = step_on(1, context="host")
+    head, row = mesh_table([TriedMesh(first, on_host)]).splitlines()
+    assert re.split(" {2,}", head.strip()) == ["mesh", "step", "fullest rank", "its host"]
+    assert row.strip().endswith(bytes_text(max(on_host.host_peaks())))
 
 
 def train(folder: Path, output: str, *more: str) -> CompletedProcess[str]:

@@ -339,17 +339,19 @@ def _text(timeline: Timeline, longest: float, columns: int) -> str:
 
 
 def _table(timeline: Timeline) -> str:
-    """Returns a table with a row per rank: busy, idle by cause, and peak memory if it is known."""
+    """Returns a table with a row per rank: busy, idle by cause, and peak memory if it is known, also of the host where
+    something is there."""
     from slipstream.timeline import Cause, idle_by_cause
     from slipstream.units import duration_unit, table_text
 
     per_second, unit = duration_unit(timeline.makespan)
     waited = idle_by_cause(timeline)
     causes = [cause for cause in Cause if any(cause in idle for idle in waited)]
-    peaks = timeline.peak_memory if any(timeline.peak_memory) else ()
-    rows = [[f"({unit})", "busy", *causes, "idle", *(["peak"] if peaks else [])]]
+    peaks = {"peak": timeline.peak_memory, "host": timeline.peak_host_memory}
+    peaks = {name: sizes for name, sizes in peaks.items() if any(sizes)}
+    rows = [[f"({unit})", "busy", *causes, "idle", *peaks]]
     for rank, idle in enumerate(waited):
         seconds = [timeline.busy(rank), *(idle.get(cause, 0) for cause in causes), sum(idle.values())]
         numbers = [f"{float(value) * per_second:.4g}" for value in seconds]
-        rows.append([f"rank {rank}", *numbers, *(f"{float(peak):.4g}" for peak in peaks[rank : rank + 1])])
+        rows.append([f"rank {rank}", *numbers, *(f"{float(sizes[rank]):.4g}" for sizes in peaks.values())])
     return table_text(rows, str.rjust)

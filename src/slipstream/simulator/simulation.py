@@ -63,10 +63,20 @@ def simulate(schedule: Schedule, cost: CostModel, memory: MemoryTables | None = 
         else:
             simulation.compute(action)
     steps = simulation.memory
+    on_host = simulation.host_memory
     if memory is not None:
         ends = {span.action: span for span in simulation.spans if span.action.op not in COMMUNICATION}
-        steps = [_steps(rank, ends) for rank in memory_of(schedule, memory)]
-    return Timeline(tuple(simulation.spans), schedule.num_ranks, tuple(map(tuple, steps)), schedule.name)
+        held = memory_of(schedule, memory)
+        steps = [_steps(rank, ends) for rank in held]
+        on_host = [_host_steps(rank, ends) for rank in held]
+    uses_host = any(size for each in on_host for _, size in each)
+    return Timeline(
+        spans=tuple(simulation.spans),
+        num_ranks=schedule.num_ranks,
+        memory=tuple(map(tuple, steps)),
+        name=schedule.name,
+        host_memory=tuple(map(tuple, on_host)) if uses_host else (),
+    )
 
 
 def memory_of(schedule: Schedule, tables: MemoryTables, frees_late: bool = False) -> tuple[RankMemory, ...]:
@@ -162,6 +172,17 @@ def _steps(rank: RankMemory, spans: dict[Action, Span]) -> list[tuple[float, flo
     return [step for span, moment in moments for step in ((span.start, moment.most), (span.end, moment.after))]
 
 
+def _host_steps(rank: RankMemory, spans: dict[Action, Span]) -> list[tuple[float, float]]:
+    """Returns (time, bytes) steps of what is on the rank's host."""
+    moments = ((moment.action, sum(moment.on_host.values())) for moment in rank.moments)
+    return [(spans[action].start, held) for action, held in moments if action in spans]
+
+
+def _add_step(steps: list[tuple[float, float]], time: float, change: float) -> None:
+    """Adds a change to (time, bytes) steps."""
+    steps.append((time, (steps[-1][1] if steps else 0) + change))
+
+
 class _Simulation:
     """The state of a running simulation. Actions come in an order in which all they wait for came before."""
 
@@ -175,6 +196,7 @@ class _Simulation:
         self.line_free: dict[Channel, float] = {}
         self.spans: list[Span] = []
         self.memory: list[list[tuple[float, float]]] = [[] for _ in range(schedule.num_ranks)]
+        self.host_memory: list[list[tuple[float, float]]] = [[] for _ in range(schedule.num_ranks)]
 
     def compute(self, action: Action) -> None:
         rank = self.schedule.placement[action.stage]
@@ -191,8 +213,9 @@ class _Simulation:
             self.arrival[action] = self.copied[rank]
         if self.schedule.trains(action.stage) and (step := activation_step(self.spans[-1], self.schedule, self.cost)):
             time, change = step
-            held = self.memory[rank][-1][1] if self.memory[rank] else 0
-            self.memory[rank].append((time, held + change))
+            _add_step(self.memory[rank], time, change)
+            if lane is Lane.COPIES:
+                _add_step(self.host_memory[rank], time, -change)
         if not self.schedule.is_lowered and (send := sending(action, self.schedule)):
             self.arrival[action], _ = self._transfer(send, end)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +38,9 @@ def chrome_trace(*timelines: Timeline) -> dict[str, Any]:
         prefix = f"{timeline.title}: " if len(timelines) > 1 else ""
         events += _Group(timeline, first, prefix).events()
         first += timeline.num_ranks
-        memory = [[[float(time), float(size)] for time, size in steps] for steps in timeline.memory]
         about = {"name": timeline.name, "measured": timeline.measured, "num_ranks": timeline.num_ranks}
-        described.append({**about, "memory": memory})
+        held = {"memory": _written_steps(timeline.memory), "host_memory": _written_steps(timeline.host_memory)}
+        described.append(about | held)
     other = {"format": _FORMAT, "timelines": described}
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
 
@@ -60,9 +60,10 @@ class _Group:
         for rank in range(self._timeline.num_ranks):
             yield from self._rank(rank)
         yield from self._arrows()
-        for rank, steps in enumerate(self._timeline.memory):
-            for time, size in steps:
-                yield self._event("C", rank, name="activations", ts=self._at(time), args={"bytes": float(size)})
+        for name, memory in (("activations", self._timeline.memory), ("on the host", self._timeline.host_memory)):
+            for rank, steps in enumerate(memory):
+                for time, size in steps:
+                    yield self._event("C", rank, name=name, ts=self._at(time), args={"bytes": float(size)})
 
     def _event(self, phase: str, rank: int, **fields: Any) -> _Event:
         return {"ph": phase, "pid": self._first + rank, **fields}
@@ -176,5 +177,22 @@ def _read_span(event: _Event, rank: int) -> Span:
 
 
 def _timeline(described: dict[str, Any], spans: list[Span]) -> Timeline:
-    memory = tuple(tuple((float(time), float(size)) for time, size in steps) for steps in described["memory"])
-    return Timeline(tuple(spans), described["num_ranks"], memory, described["name"], described["measured"])
+    return Timeline(
+        spans=tuple(spans),
+        num_ranks=described["num_ranks"],
+        memory=_read_steps(described["memory"]),
+        name=described["name"],
+        measured=described["measured"],
+        host_memory=_read_steps(described.get("host_memory", ())),
+    )
+
+
+_Memory = Sequence[Sequence[Sequence[float]]]  # per rank, (time, bytes) steps
+
+
+def _written_steps(memory: _Memory) -> list[list[list[float]]]:
+    return [[[float(time), float(size)] for time, size in steps] for steps in memory]
+
+
+def _read_steps(memory: _Memory) -> tuple[tuple[tuple[float, float], ...], ...]:
+    return tuple(tuple((float(time), float(size)) for time, size in steps) for steps in memory)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
@@ -71,6 +71,7 @@ class Timeline:
         memory: per rank, (time, bytes) at each change of its memory; empty if unknown.
         name: for titles, such as the schedule's name.
         measured: True for a run, False for a simulation.
+        host_memory: the same as `memory` of each rank's host; empty where nothing is there, or it is unknown.
     """
 
     spans: tuple[Span, ...]
@@ -78,6 +79,7 @@ class Timeline:
     memory: tuple[tuple[tuple[float, float], ...], ...] = ()
     name: str = ""
     measured: bool = False
+    host_memory: tuple[tuple[tuple[float, float], ...], ...] = ()
 
     @property
     def title(self) -> str:
@@ -110,7 +112,12 @@ class Timeline:
     @property
     def peak_memory(self) -> tuple[float, ...]:
         """The most bytes held at any time, per rank; empty if memory is unknown."""
-        return tuple(max((size for _, size in steps), default=0) for steps in self.memory)
+        return _peaks(self.memory)
+
+    @property
+    def peak_host_memory(self) -> tuple[float, ...]:
+        """The most bytes on each rank's host at any time; empty where nothing is there, or it is unknown."""
+        return _peaks(self.host_memory)
 
     @cached_property
     def compute_spans(self) -> tuple[Span, ...]:
@@ -182,6 +189,10 @@ class Timeline:
         unit = min((span.seconds for span in self.compute_spans if span.seconds), default=0)
         steps = [(t - self.start) / unit for span in self.compute_spans for t in (span.start, span.end) if unit]
         return unit if all(abs(step - round(step)) < 1e-6 for step in steps) else 0
+
+
+def _peaks(memory: Sequence[Sequence[tuple[float, float]]]) -> tuple[float, ...]:
+    return tuple(max((size for _, size in steps), default=0) for steps in memory)
 
 
 @dataclass(frozen=True, kw_only=True)

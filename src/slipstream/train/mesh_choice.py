@@ -29,6 +29,8 @@ from slipstream.units import bytes_text, seconds_text, table_text
 _EFFORT = 0.2  # share of the effort of a run's own search
 _REDUCTIONS = 4  # all-reduces of a layer's output in a forward and a backward
 _ALIKE = 1.02  # multiple of the shortest planned step that counts as equal, as plans are no more exact
+_ON_HOST = "its host"
+_COLUMNS = "mesh", "step", "fullest rank", _ON_HOST, ""
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,11 @@ class TriedMesh:
         """The bytes of the fullest rank; infinite where nothing was planned."""
         return inf if self.step is None else max(self.step.peaks())
 
+    @property
+    def on_host(self) -> float:
+        """The most bytes of a rank on its host."""
+        return 0.0 if self.step is None else max(self.step.host_peaks())
+
     def least_seconds(self, config: Config) -> float:
         """Returns the least seconds of a mesh whose tensor ranks share this one's work in equal parts, by the link's
         bandwidth: 0 where it isn't known."""
@@ -73,9 +80,12 @@ class TriedMesh:
         reductions = _REDUCTIONS * rows * len(profile.kinds) / config.pipeline.num_ranks
         return self.ideal + reductions * sent / profile.link.ring_bandwidth
 
-    def row(self) -> tuple[str, str, str, str]:
-        took = ("", "") if self.step is None else (seconds_text(self.seconds), bytes_text(self.held))
-        return self.config.mesh_text, *took, self.obstacle
+    def row(self) -> dict[str, str]:
+        """The cells of the table of meshes, by their headings."""
+        took = ("", "", "")
+        if self.step is not None:
+            took = (seconds_text(self.seconds), bytes_text(self.held), bytes_text(self.on_host))
+        return dict(zip(_COLUMNS, (self.config.mesh_text, *took, self.obstacle), strict=True))
 
 
 def choose_mesh(run: RunContext) -> None:
@@ -140,8 +150,10 @@ def preferred(steps: Sequence[tuple[float, int]]) -> int:
 
 
 def mesh_table(meshes: Sequence[TriedMesh]) -> str:
-    """Returns one line per mesh, the chosen one first."""
-    return table_text([("mesh", "step", "fullest rank", ""), *(mesh.row() for mesh in meshes)])
+    """Returns one line per mesh, the chosen one first, without the hosts where nothing is there."""
+    uses_host = any(mesh.on_host for mesh in meshes)
+    columns = [name for name in _COLUMNS if uses_host or name != _ON_HOST]
+    return table_text([columns, *([mesh.row()[name] for name in columns] for mesh in meshes)])
 
 
 def _planned(run: RunContext, config: Config) -> TriedMesh:
