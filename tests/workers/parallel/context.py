@@ -515,7 +515,12 @@ OTHERS = by_name(
     ),
     *(recorded, given_loss, refused, resumed, adapters, planned),
 )
-TWO |= OTHERS
+TWO |= OTHERS | {
+    f"on the host, two replicas, {name}": partial(rows, name, {"dp": 2}, context=context, recompute=recompute)
+    for name, context, recompute in zip(
+        [*ON_HOST, "qwen3_next"], cycle([0.6, "host", "host"]), cycle(["none", "stage"]), strict=False
+    )
+}
 CASES = TWO | MESHES
 
 if __name__ == "__main__":
