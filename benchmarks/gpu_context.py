@@ -10,7 +10,7 @@ many tokens. The second step counts. Then Slipstream takes one step of 524,288 t
 
 A last step with the context on the host, of 524,288 tokens the only one, runs under the profiler, which says in how
 much of the time in which copies between the GPU and the host are under way the GPU computes as well. Pinned bytes are
-those of PyTorch's blocks, which it rounds up to powers of two.
+those of PyTorch's blocks, whose sizes are powers of two.
 """
 
 from __future__ import annotations

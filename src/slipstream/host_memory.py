@@ -4,9 +4,10 @@
     backward    host --> begin, wait    on its way while the device computes something else
                 host <-- put_back       what was changed on the device, such as sums of gradients
 
-With a GPU the host's memory is pinned, with a stream for each direction. On CPUs it is files without a name in TMPDIR,
-mapped into memory, where kernels read and change them. The operating system writes these to disk where memory is
-scarce, and deletes them when their tensors or the process end, however that happens.
+With a GPU the host's memory is pinned, with a stream for each direction; tensors are cut from segments of it. On CPUs
+it is files without a name in TMPDIR, mapped into memory, where kernels read and change them. The operating system
+writes these to disk where memory is scarce, and deletes them when their tensors or the process end, however that
+happens.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import SlipstreamError
+from slipstream.pinned_segments import pinned_bytes, segment_of
 from slipstream.units import bytes_text
 
 
@@ -203,12 +205,52 @@ def lies_in_file(tensor: Tensor) -> bool:
     return name is not None and name.startswith(_OPEN_FILES)
 
 
+class HostSegments:
+    """Memory of the host for copies of a device's tensors, pinned where that is a GPU.
+
+    Tensors are cut from segments, one after the other. A segment returns to PyTorch with the last of its tensors, once
+    their copies are done, and until then the places of the others stay empty.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_pinned = device.type == "cuda"
+        self._open = self._segment(0)  # the segment that new tensors are cut from
+        self._end = 0  # its first byte that none has had
+
+    def like(self, tensor: Tensor) -> Tensor:
+        """Returns memory for a tensor, with its dims in the order in which the device has them."""
+        strides = torch.empty_like(tensor, device="meta").stride()
+        return self.take(tensor.nbytes).view(tensor.dtype).as_strided(tensor.shape, strides)
+
+    def take(self, size: int) -> Tensor:
+        """Returns memory of some bytes, (size,)."""
+        segment, num_tensors = segment_of(size)
+        if num_tensors == 1:
+            return _part(self._segment(size), 0, size)
+        if self._end + size > self._open.nbytes():
+            self._open = self._segment(int(segment))
+            self._end = 0
+        taken = _part(self._open, self._end, size)
+        self._end += -(-size // _ALIGNMENT) * _ALIGNMENT
+        return taken
+
+    def _segment(self, size: int) -> torch.UntypedStorage:
+        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=self._is_pinned).untyped_storage()
+
+
+def _part(segment: torch.UntypedStorage, start: int, size: int) -> Tensor:
+    """Returns some bytes of a segment; unlike a slice, they have a version of their own."""
+    part = torch.empty(0, dtype=torch.uint8, device="cpu")
+    return part.set_(segment, start, (size,), (1,))
+
+
 class PinnedMemory:
     """The host's memory of a GPU: pinned, with a stream for each direction."""
 
     def __init__(self, device: torch.device, tenant: Tenant) -> None:
         self._device = device
         self._tenant = tenant
+        self._segments = HostSegments(device)
         self._inward: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._outward: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
@@ -228,7 +270,7 @@ class PinnedMemory:
     def pinned(self, like: Sequence[Tensor]) -> list[Tensor]:
         """Returns pinned memory for tensors, with their dims in the order in which the device has them."""
         try:
-            return [torch.empty_like(tensor, device="cpu", pin_memory=True) for tensor in like]
+            return [self._segments.like(tensor) for tensor in like]
         except RuntimeError as error:
             size = sum(tensor.nbytes for tensor in like)
             raise SlipstreamError(
@@ -324,14 +366,9 @@ class PinnedTensors:
     @property
     def num_bytes(self) -> int:
         """See `HostTensors`."""
-        return sum(_rounded(tensor.nbytes) for tensor in self._kept)
+        return round(sum(float(pinned_bytes(tensor.nbytes)) for tensor in self._kept))
 
     def _write(self) -> None:
         if not self._kept:
             self._kept = self._memory.pinned(self._there)
         self._written = self._memory.write(self._there, self._kept)
-
-
-def _rounded(size: int) -> int:
-    """Returns the bytes that PyTorch pins for a tensor: the next power of two."""
-    return 1 << (size - 1).bit_length() if size else 0

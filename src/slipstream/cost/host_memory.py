@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from slipstream.pinned_segments import pinned_bytes
+
 
 class HostMemorySpec(NamedTuple):
     """The host's memory as one device sees it while all devices of its node copy; its copies take turns."""
@@ -31,12 +33,8 @@ class HostMemorySpec(NamedTuple):
         return self.bandwidth < inf
 
     def held_bytes(self, sizes: Any) -> Any:
-        """Returns the bytes that tensors of these sizes take: what is copied to a device is pinned, in blocks whose
-        sizes are powers of two."""
-        if not self.is_apart:
-            return sizes
-        is_some = np.asarray(sizes) > 0
-        return np.where(is_some, 2.0 ** np.ceil(np.log2(np.where(is_some, sizes, 1.0))), 0.0)
+        """Returns the bytes that tensors of these sizes take: what is copied to a device is pinned, in segments."""
+        return pinned_bytes(sizes) if self.is_apart else sizes
 
     def shares(self, sizes: Sequence[float]) -> list[float]:
         """Returns how many bytes each of these tensors takes for each of its own; none where these are equal."""

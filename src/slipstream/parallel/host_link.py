@@ -10,6 +10,8 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor
 
+from slipstream.host_memory import HostSegments
+
 _BLOCK = 2**24  # elements that are widened, or copied back, at a time
 
 
@@ -29,6 +31,7 @@ class HostLink:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._segments = HostSegments(device)
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -80,7 +83,7 @@ class HostLink:
         if gradient.is_sparse:
             return gradient.cpu()
         stream.wait_stream(torch.cuda.current_stream(self._device))
-        taken = torch.empty_like(gradient, device="cpu", pin_memory=True)
+        taken = self._segments.like(gradient)
         with torch.cuda.stream(stream):
             taken.copy_(gradient, non_blocking=True)
         gradient.record_stream(stream)

@@ -40,6 +40,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from slipstream.host_memory import HostSegments
 from slipstream.keyed_draws import EagerDraws, PlaceSeed, drawing
 from slipstream.model import Tensors
 from slipstream.pipeline.cut_batch import SplitBatch
@@ -351,6 +352,7 @@ class RecordedMoves:
         self._outward: dict[SliceKey, _Recorded] = {}
         self._inward: dict[SliceKey, _Recorded] = {}
         self._on_host: dict[SliceKey, list[Tensor]] = {}  # host copies of offloaded blocks
+        self._segments = HostSegments(device)
         self._free: defaultdict[int, list[Tensor]] = defaultdict(list)  # free host memory, by number of elements
         self._held: list[tuple[SliceKey, list[Tensor]]] = []  # blocks whose copy is still to be started
         self._ending: list[tuple[SliceKey, list[Tensor]]] = []  # blocks whose copy started before the previous action
@@ -407,9 +409,7 @@ class RecordedMoves:
         _copy(blocks, hosts)
 
     def _host_memory(self, size: int) -> Tensor:
-        if self._free[size]:
-            return self._free[size].pop()
-        return torch.empty(size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+        return self._free[size].pop() if self._free[size] else self._segments.take(size)
 
 
 def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
