@@ -11,7 +11,8 @@ from slipstream.schedule import Op
 
 # of Megatron-Bridge's recipes for Llama 3 70B, whose adapters are on the product of queries, keys and values alone
 LORA_RANK = 16
-LORA_MODULES = ["q_proj", "k_proj", "v_proj"]
+MEGATRON_LORA = ("q_proj", "k_proj", "v_proj")
+ALL_LORA = (*MEGATRON_LORA, "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 @cache
@@ -25,7 +26,7 @@ def counted(
     vocabulary: int,
     length: int,
     fused: bool = True,
-    with_lora: bool = False,
+    lora_modules: tuple[str, ...] = (),
 ) -> ModelCount:
     """Counts a model of whole layers. But for the first, which may have nothing to train below it, they are alike, so
     that two of them are enough."""
@@ -53,44 +54,43 @@ def counted(
             max_position_embeddings=length,
             use_cache=False,
         )
-    lora = Adapter("default", LoraConfig(r=LORA_RANK, target_modules=LORA_MODULES))
-    trained = TrainedWeights(adapter=lora if with_lora else None)
+    lora = Adapter("default", LoraConfig(r=LORA_RANK, target_modules=[*lora_modules])) if lora_modules else None
+    trained = TrainedWeights(adapter=lora)
     model = count_model(config, length, torch.bfloat16, trained, fused=fused)
     return replace(model, kinds=(model.kinds[0], *model.kinds[1:] * (layers - 1)), halves=())
-
-
-def with_sums_in_products(model: ModelCount) -> ModelCount:
-    """Returns the model whose products of weight gradients add to those that are there, as Megatron's do, where
-    Slipstream's are added by kernels of their own: bytes that don't grow with the tokens."""
-
-    def part(layer: PartCount) -> PartCount:
-        count = layer.ops[Op.W]
-        moved = {name: Amount(0.0, getattr(count, name).per_token) for name in ("wide_bytes", "other_bytes")}
-        return replace(layer, ops={**layer.ops, Op.W: replace(count, **moved)})
-
-    return replace(model, layers=tuple(map(part, model.layers)), head=part(model.head))
 
 
 ADAPTER_PASSES = 3  # over outputs forward, over inputs backward: two read, one written
 
 
-def with_adapters(plain: ModelCount, adapted: ModelCount) -> ModelCount:
-    """Returns the model with adapters, counted with PEFT's, and what Megatron's move: in 16 bits, on the product of
-    queries, keys and values, to whose output and to whose input's gradient one kernel each adds."""
-    layer = plain.layers[0]
-    (call,) = layer.attentions
-    written = call.num_heads * call.key_width + call.num_key_value_heads * (call.key_width + call.value_width)
-    widths = {Op.F: written, Op.I: plain.hidden_size}
+def with_adapters(plain: ModelCount, adapted: ModelCount, feed_forward: int = 0) -> ModelCount:
+    """Returns the model with adapters, counted with PEFT's, and what fused kernels move: in 16 bits, to the output of
+    each product and to its input's gradient one kernel adds.
 
-    def part(counted: PartCount) -> PartCount:
-        ops = dict(counted.ops)
-        for op, width in widths.items():
-            own = layer.ops[op]
-            moved = own.other_bytes.per_token + ADAPTER_PASSES * width * plain.dtype_bytes
-            ops[op] = replace(own, flops=ops[op].flops, other_bytes=Amount(own.other_bytes.constant, moved))
-        return replace(counted, ops=ops)
+    Args:
+        plain: the model without adapters.
+        adapted: with them.
+        feed_forward: the width between the products of the feed-forward half, where all products have adapters; 0 where
+            only that of queries, keys and values has one.
+    """
+    (call,) = plain.layers[0].attentions
+    hidden, queries = plain.hidden_size, call.num_heads * call.key_width
+    written = queries + call.num_key_value_heads * (call.key_width + call.value_width)
+    read = hidden
+    if feed_forward:
+        written += 2 * hidden + 2 * feed_forward
+        read += queries + hidden + feed_forward
 
-    return replace(adapted, layers=tuple(map(part, adapted.layers)))
+    def part(layer: PartCount, own: PartCount) -> PartCount:
+        ops = dict(layer.ops)
+        for op, width in {Op.F: written, Op.I: read}.items():
+            count = own.ops[op]
+            moved = count.other_bytes.per_token + ADAPTER_PASSES * width * plain.dtype_bytes
+            more = Amount(count.other_bytes.constant, moved)
+            ops[op] = replace(count, flops=ops[op].flops, other_bytes=more)
+        return replace(layer, ops=ops)
+
+    return replace(adapted, layers=tuple(part(layer, plain.layers[0]) for layer in adapted.layers))
 
 
 ROTATION_PASSES = 10  # t cos + rotated(t) sin, in five kernels
@@ -110,34 +110,3 @@ def with_rotations(model: ModelCount) -> ModelCount:
 
     embedding = replace(model.embedding, num_parameters=model.head_weight)
     return replace(model, layers=tuple(map(part, model.layers)), embedding=embedding)
-
-
-def narrowed(model: ModelCount, rate: float, size: float) -> ModelCount:
-    """Returns the model whose layers' products are `rate` times as fast and whose operands take `size` times the bytes.
-
-    A cast reads what F and I read of tokens in 16 bits, and writes it by rows and, for W, by columns. Their products
-    read one of these and write 16 bits: with as many numbers read as written, (1 + 2 size + size + 1) / 2 of the bytes.
-    To 4 bits a cast reads twice, as their scales need the largest of all numbers first (Transformer Engine, NVFP4).
-    """
-    num_reads = 2 if size < 1 / 2 else 1
-
-    def times(amount: Amount, factor: float) -> Amount:
-        return Amount(factor * amount.constant, factor * amount.per_token)
-
-    def part(layer: PartCount) -> PartCount:
-        ops = {
-            op: replace(
-                count,
-                flops=times(count.flops, 1 / rate),
-                hidden_depth=times(count.hidden_depth, 1 / rate),
-                other_depth=times(count.other_depth, 1 / rate),
-                matmul_bytes=Amount(
-                    size * count.matmul_bytes.constant,
-                    (size if op is Op.W else (num_reads + 3 * size + 1) / 2) * count.matmul_bytes.per_token,
-                ),
-            )
-            for op, count in layer.ops.items()
-        }
-        return replace(layer, ops=ops)
-
-    return replace(model, layers=tuple(map(part, model.layers)))

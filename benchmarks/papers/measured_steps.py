@@ -2,13 +2,8 @@
 
     python -m benchmarks.papers.measured_steps             # predicts all rows and writes the record `measured_steps`
 
-A row is a configuration with its measured step. What the systems that were measured do otherwise than Slipstream is set
-here and in `measured_costs`: Megatron reduces gradients behind the last microbatch's backward and gathers weights
-behind the first one's forward, FSDP both in every microbatch; kernels are fused, ranks of tensor parallelism share
-tokens, and where the system overlaps their exchanges with products, only what can't be hidden counts. Eight and four
-bits have the data sheets' rates for products of layers, or measured ones, attention and head not, and what products
-read is cast. Products of weight gradients add them up, but torchtitan's; Seq1F1B's timers wait for the device around
-each action.
+A row is a configuration with its measured step. What the system that ran it does otherwise than Slipstream is a record
+of facts (`benchmarks.papers.systems`); the seconds are those that the planner's `PlanSpace` says of the plan.
 Models with experts have the shapes of their published configurations, and run by their published recipes
 (`megatron_experts`); tokens choose all experts alike, as in the measured runs. Fitted are, on every second row, one
 factor of the rates for each device, number of bits, and models with experts or without; and for "as described" the
@@ -19,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,26 +25,19 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness import few, write
-from benchmarks.papers.measured_costs import (
-    ExpertCosts,
-    KorthikantiCosts,
-    OverlappedCosts,
-    Seq1F1BCosts,
-    SpreadHeadCosts,
-    TorchtitanCosts,
-)
-from benchmarks.papers.measured_models import counted, narrowed, with_adapters, with_rotations, with_sums_in_products
+from benchmarks.papers.allocated import allocated_peaks
+from benchmarks.papers.measured_models import ALL_LORA, MEGATRON_LORA, counted, with_adapters, with_rotations
 from benchmarks.papers.megatron_experts import EXPERTS, Recipe, counted_experts
-from benchmarks.papers.paper_plans import PaperSource, PaperSpace
+from benchmarks.papers.systems import SYSTEMS, with_recipe
 from benchmarks.papers.tables import read, with_dropout
-from slipstream.cost import Cluster, CountedCosts, Degrees, ModelCount, StageParts, load_cluster
+from slipstream.cost import Cluster, CountedSource, LinkKind, ModelCount, StageParts, System, load_cluster
 from slipstream.planner.partition import partition_layers
 from slipstream.planner.plan import ONE_DEVICE, Plan
 from slipstream.planner.search.evaluate import Evaluation
-from slipstream.planner.search.placed_partition import PlacedPartition, sequence_seconds
+from slipstream.planner.search.placed_partition import sequence_seconds
 from slipstream.planner.search.plan_options import PlanOptions
-from slipstream.schedule import Op
-from slipstream.simulator.memory_account import OrderBytes
+from slipstream.planner.search.plan_space import PlanSpace
+from slipstream.schedule import Schedule, make_schedule, spread_vocabulary
 
 CLUSTERS = {
     "A100-80GB": "a100-selene",
@@ -61,31 +50,29 @@ CLUSTERS = {
     "B300": "b300-hgx",
     "GB200": "gb200-nvl72",
     "GB300": "gb300-nvl72",
+    "H100-SXM5-80GB (HF hopper-prod, 8 a node)": "h100-dgx",
+    "H100-SXM5-80GB (DGX)": "h100-dgx",
+    "A100-SXM4-80GB, 4x100Gb RoCE a node": "a100-dgx",
 }
+BETWEEN = {"A100-SXM4-80GB, 4x100Gb RoCE a node": LinkKind(12.5e9, 1e-5, shared_by=2)}  # other nodes' network
 NODES_OF_A_RACK = 16  # of 18: jobs of 2^n devices take 64 of a rack's 72
 BITS = {"BF16": 16, "FP16": 16, "NVFP4": 4}  # all others have 8
-# Dense teraFLOP/s of 8 and of 4 bits, of the data sheets that the descriptions name. But in 4 bits products on a B300
-# are 3.55 times as fast as in 16, as Transformer Engine measured them without casts; its data sheet has 6 times.
-NARROW = {
-    "H100": {8: 1978.9},
-    "H200": {8: 1978.9},
-    "B200": {8: 4500.0, 4: 9000.0},
-    "B300": {8: 4500.0, 4: 3.55 * 2250},
-    "GB200": {8: 5000.0, 4: 10000.0},
-    "GB300": {8: 5000.0, 4: 3.55 * 2500},
-}
 SOURCES = {  # where a row's source begins so
     "arXiv 2205.05198": "Korthikanti 2022",
     "mlcommons": "MLPerf",
     "NVIDIA/dgxc": "DGX Cloud",
-    "NVIDIA-NeMo": "Megatron-Bridge",
+    "NVIDIA-NeMo/Automodel": "NeMo Automodel",
+    "NVIDIA-NeMo/Megatron-Bridge": "Megatron-Bridge",
+    "huggingface.co/nanotron": "nanotron",
+    "InternLM/InternEvo": "InternEvo",
+    "huggingface/trl": "TRL",
+    "AMD-AGI/Primus": "Primus",
     "pytorch/torchtitan": "torchtitan",
     "zwx119": "Seq1F1B",
     "sail-sg": "Vocabulary Parallelism",
     "arXiv 2407.21783": "Llama 3",
 }
-OVERLAPS_TENSOR = ("MLPerf", "DGX Cloud", "Megatron-Bridge")  # exchanges of tensor parallelism with products
-GRADIENT_BYTES = {"torchtitan": 4.0, "Seq1F1B": 4.0}  # all others reduce in 16 bits
+EAGER_KERNELS = ("torchtitan", "InternEvo", "nanotron")  # norms, activations and rotary embeddings as PyTorch has them
 # layers of each stage by vocabulary, of the authors' file of stage times (artifact/exp_one_host.csv)
 REDISTRIBUTED = {
     32000: (4, 4, 4, 4, 4, 4, 4, 4),
@@ -93,6 +80,7 @@ REDISTRIBUTED = {
     128000: (4, 4, 4, 4, 4, 5, 5, 2),
     256000: (4, 4, 4, 5, 5, 5, 5, 0),
 }
+_CHUNK = 2048  # tokens whose logits exist at the same time, where a loss is chunked: assumed
 VOCABULARY = 50304  # of Seq1F1B, by the parameters of its stages
 
 
@@ -116,7 +104,7 @@ class Row:
     @property
     def device(self) -> str:
         """The description's name of the device, whose factor the row shares."""
-        return CLUSTERS[self.text["gpu"]].replace("a100-selene", "a100-dgx")
+        return CLUSTERS.get(self.text["gpu"], self.text["gpu"]).replace("a100-selene", "a100-dgx")
 
     @property
     def kind(self) -> tuple[str, int, bool]:
@@ -143,6 +131,8 @@ class Row:
     @property
     def problem(self) -> str | None:
         """Says why the row can't be expressed; None where it can."""
+        if self.text["gpu"] not in CLUSTERS or not self.text["gbs"]:
+            return "devices that aren't described, or a batch that isn't published"
         if self.text["dense"] != "y" and self.experts is None:
             return "experts beside layers that carry states, or of shapes that transformers doesn't have"
         return None
@@ -168,18 +158,28 @@ class Row:
             stages = 2
         per_replica = self.number("gbs") // self.replicas
         size = self.number("mbs") if self.text["mbs"] else max(1, per_replica // (pipeline * stages))
-        recompute = "full" if self.text["recompute"] == "full" else "none"
+        recompute = "full" if self.text["recompute"].startswith("full") else "none"
         recompute = "selective" if self.text["recompute"].startswith("selective") else recompute
+        # Nothing else fits 80 GB.
+        recompute = "full" if self.source == "NeMo Automodel" and tensor > 1 else recompute
+        schedule: str | Schedule = "interleaved-1f1b" if stages > 1 and pipeline > 1 else "1f1b"
+        if "vocab-" in self.text["schedule"]:
+            # With two barriers between a head's parts, as many microbatches more are on their way as with one barrier.
+            ahead = 2 if "vocab-1" in self.text["schedule"] else 1
+            schedule = spread_vocabulary(make_schedule("1f1b", pipeline, per_replica // size), ahead=ahead)
         return replace(
             ONE_DEVICE,
             tensor_parallel=tensor,
             pipeline_parallel=pipeline,
             data_parallel=self.replicas,
             stages_per_rank=stages if pipeline > 1 else 1,
-            schedule="interleaved-1f1b" if stages > 1 and pipeline > 1 else "1f1b",
+            schedule=schedule,
+            vocabulary="spread" if isinstance(schedule, Schedule) else "whole",
             microbatch_size=size,
             num_slices=self.number("token_slices"),
             recompute=recompute,
+            offload=1.0 if "on the host" in self.text["recompute"] else 0.0,
+            loss_tokens=_CHUNK if "chunked loss" in self.text["note"] else 0,
             shard="optimizer" if self.replicas * self.number("cp") > 1 else "none",
             context_parallel=self.number("cp"),
             # one row spreads experts over ranks that share layers, too, which counts as spread over the others
@@ -188,7 +188,7 @@ class Row:
 
     @cached_property
     def model(self) -> ModelCount:
-        is_fused = self.source != "torchtitan" or "compile" in self.text["note"]
+        is_fused = self.source not in EAGER_KERNELS or "compile" in self.text["note"]
         if self.experts is not None:
             predicts_second = self.experts == "DeepSeekV3" and "w/o MTP" not in self.text["model"]
             model = counted_experts(self.experts, self.number("seq"), self.recipe, predicts_second)
@@ -198,22 +198,13 @@ class Row:
             rest = self.number("vocab", VOCABULARY), self.number("seq"), is_fused
             model = counted(kind, *shape, *rest)
             if "LoRA" in self.text["use"]:
-                model = with_adapters(model, counted(kind, *shape, *rest, True))
+                is_all = self.source == "NeMo Automodel"
+                adapted = counted(kind, *shape, *rest, ALL_LORA if is_all else MEGATRON_LORA)
+                model = with_adapters(model, adapted, self.number("ffn") if is_all else 0)
             model = with_rotations(model) if self.source == "Seq1F1B" else model
             # Seq1F1B drops nothing, but the functions that add residuals make masks all the same
             model = with_dropout(model) if self.source in ("Korthikanti 2022", "Seq1F1B") else model
-        model = model if self.source == "torchtitan" else with_sums_in_products(model)
-        if self.bits == 16:
-            return model
-        return narrowed(model, self.narrow_rate, self.bits / 16)
-
-    @property
-    def narrow_rate(self) -> float:
-        """How many times as fast as in 16 bits the products of layers are."""
-        if self.bits == 16:
-            return 1.0
-        rate = NARROW[self.device.split("-")[0].upper()][self.bits]
-        return 1e12 * rate / load_cluster(self.device).device.flops["bfloat16"]
+        return model
 
     @cached_property
     def recipe(self) -> Recipe:
@@ -224,6 +215,7 @@ class Row:
     def cluster(self, factor: float) -> Cluster:
         """Returns the description of the cluster, with its device's rates times a factor."""
         described = load_cluster(CLUSTERS[self.text["gpu"]])
+        described = replace(described, between=BETWEEN.get(self.text["gpu"], described.between))
         per_node = min(described.devices_per_node, self.number("gpus"))
         described = replace(described, num_nodes=self.number("gpus") // per_node, devices_per_node=per_node)
         if described.nodes_per_domain > 1:
@@ -232,74 +224,60 @@ class Row:
         names = ("matmul_efficiency", "attention_efficiency")
         return replace(described, device=replace(device, **{name: factor * getattr(device, name) for name in names}))
 
-    def candidate(self, factor: float) -> Evaluation:
-        return MeasuredSpace(self.source_at(factor)).evaluate(self.plan)
+    @property
+    def system(self) -> System:
+        """What the system does that ran the step."""
+        system = SYSTEMS[self.source]
+        if self.experts is not None:
+            system = with_recipe(system, self.recipe)
+        if "async" in self.text["note"].lower():
+            system = replace(system, tensor_beside="products")
+        if self.text["fsdp"]:
+            system = replace(system, replicas=replace(system.replicas, each_microbatch=True))
+        if sharing := re.search(r"ZeRO-1 over (\d+)", self.text["note"]):
+            system = replace(system, replicas=replace(system.replicas, num_sharing=int(sharing[1])))
+        return replace(system, product_bits=self.bits)
 
-    def source_at(self, factor: float) -> MeasuredSource:
-        return MeasuredSource(self, self.cluster(factor))
+    @property
+    def shares_tokens(self) -> bool:
+        """Whether tensor-parallel ranks share the tokens too."""
+        # In 2022 it was new, and compared with runs without it.
+        return self.number("tp") > 1 and (self.source != "Korthikanti 2022" or "sequence" in self.text["recompute"])
+
+    def space(self, factor: float) -> PlanSpace:
+        """Returns the planner's space of the row's model, cluster and system."""
+        cluster = self.cluster(factor)
+        source = CountedSource(self.model, cluster, self.text["model"], self.shares_tokens, system=self.system)
+        return PlanSpace(source, self.number("seq"), self.number("gbs"), PlanOptions())
+
+    def candidate(self, factor: float) -> Evaluation:
+        """Returns what the planner says of the row's plan."""
+        space = self.space(factor)
+        return space.evaluate(with_cut(self.plan, self, space))
 
     def seconds(self, factor: float = 1.0) -> float:
         """Returns the step's predicted seconds."""
         return self.candidate(factor).seconds
 
 
-class MeasuredSource(PaperSource):
-    """The costs of a row's model on its cluster."""
-
-    def __init__(self, row: Row, cluster: Cluster) -> None:
-        super().__init__(row.model, cluster)
-        self.row = row
-
-    def costs(self, degrees: Degrees, microbatch_size: int) -> CountedCosts:
-        row = self.row
-        common = self.model, self.cluster, degrees._replace(exchange="heads"), microbatch_size
-        if row.source == "Korthikanti 2022":
-            return KorthikantiCosts(*common, sequence_parallel="sequence" in row.text["recompute"])
-        per_replica = row.number("gbs") // (row.replicas * microbatch_size)
-        more = {
-            "sequence_parallel": degrees.tensor > 1,
-            "gradient_bytes": GRADIENT_BYTES.get(row.source, 2.0),
-            "overlaps_tensor": row.source in OVERLAPS_TENSOR or "async" in row.text["note"].lower(),
-            "length": row.number("seq"),
-            "num_gathers": 2 * per_replica if row.text["fsdp"] else 1,
-        }
-        if "vocab-" in row.text["schedule"]:
-            return SpreadHeadCosts(*common, **more, num_stages=row.number("pp"))
-        if row.experts is not None:
-            return ExpertCosts(*common, **more, recipe=row.recipe, narrow_rate=row.narrow_rate)
-        if row.source == "Seq1F1B":
-            sizes = {"num_slices": row.number("token_slices"), "feed_forward": row.number("ffn")}
-            return Seq1F1BCosts(*common, **more, **sizes)
-        return (TorchtitanCosts if row.source == "torchtitan" else OverlappedCosts)(*common, **more)
-
-
-class MeasuredSpace(PaperSpace):
-    """The planner's space with a row's stages: as many layers in each, or as many parts of the model, or balanced."""
-
-    def __init__(self, source: MeasuredSource) -> None:
-        row = source.row
-        super().__init__(source, row.number("seq"), row.number("gbs"), PlanOptions(), equal_operations(row))
-        self._of = row
-
-    def cut(self, plan: Plan) -> PlacedPartition:
-        return self._equal_layers(plan.degrees, plan.microbatch_size, plan.pipeline_parallel, plan.stages_per_rank)
-
-    def _cut_equally(self, degrees: Degrees, size: int, pipeline: int, stages_per_rank: int) -> PlacedPartition:
-        num_layers, num_stages = len(self.source.kinds), pipeline * stages_per_rank
-        if num_layers % num_stages == 0 and "redis" not in self._of.text["schedule"]:
-            return super()._cut_equally(degrees, size, pipeline, stages_per_rank)
-        costs, num_parts = self.costs(degrees, size), num_layers + 2
-        if "redis" in self._of.text["schedule"]:
-            first, *inner, last = REDISTRIBUTED[self._of.number("vocab")]
-            numbers: Sequence[int] = [first + 1, *inner, last + 1]
-        elif num_parts % num_stages == 0:  # embedding and head count as a layer each
-            numbers = [num_parts // num_stages] * num_stages
-        else:
-            parts = (StageParts(part, part + 1) for part in range(num_parts))
-            weight = cache(lambda part: sequence_seconds(costs, self.seq_len, part))
-            numbers = partition_layers([weight(self.alike(part)) for part in parts], num_stages)
-        bounds = (0, *map(int, np.cumsum(numbers)))
-        return PlacedPartition(costs, tuple(stage % pipeline for stage in range(num_stages)), bounds)
+def with_cut(plan: Plan, row: Row, space: PlanSpace) -> Plan:
+    """Returns a row's plan with its stages: as many layers in each, or as many parts of the model, or balanced; and
+    with its slices."""
+    num_layers, num_stages = len(space.source.kinds), plan.pipeline_parallel * plan.stages_per_rank
+    redistributed, num_parts = "redis" in row.text["schedule"], num_layers + 2
+    if num_layers % num_stages == 0 and not redistributed:
+        layers = [num_layers // num_stages] * num_stages
+    elif redistributed:
+        layers = [*REDISTRIBUTED[row.number("vocab")]]
+    else:
+        parts = [num_parts // num_stages] * num_stages
+        if num_parts % num_stages:  # otherwise embedding and head count as a layer each
+            costs, length = space.costs(plan.degrees, plan.microbatch_size), row.number("seq")
+            weight = cache(lambda part: sequence_seconds(costs, length, part))
+            each = [weight(space.alike(StageParts(part, part + 1))) for part in range(num_parts)]
+            parts = list(partition_layers(each, num_stages))
+        layers = [parts[0] - 1, *parts[1:-1], parts[-1] - 1] if num_stages > 1 else [num_layers]
+    return plan.closed(partition=tuple(map(float, layers)), slices=equal_operations(row))
 
 
 def equal_operations(row: Row) -> tuple[int, ...]:
@@ -318,7 +296,7 @@ def equal_operations(row: Row) -> tuple[int, ...]:
 
 
 def rows() -> list[Row]:
-    return [Row(text) for text in read("measured_steps")]
+    return [Row(text) for table in ("measured_steps", "measured_steps_2") for text in read(table)]
 
 
 def expressible() -> list[Row]:
@@ -384,7 +362,7 @@ def report() -> dict[str, Any]:
         "sources left out": left_out(found),
         "not expressed": reasons(found),
         "llama 3 405b": meta_405b(),
-        "allocated": allocated_peaks(),
+        "allocated": allocated_peaks({each.text["id"]: each for each in rows()}),
         "rows": found,
     }
 
@@ -406,7 +384,7 @@ def meta_405b() -> list[dict[str, Any]]:
         given = META | {"vp": stages, "recompute": recompute}
         row = Row(blank | {name: str(value) for name, value in given.items()})
         candidate = row.candidate(1.0)
-        source, seconds = row.source_at(1.0), candidate.seconds
+        source, seconds = row.space(1.0).source, candidate.seconds
         flops = source.peak_seconds(row.number("gbs"), row.number("seq")) * source.cluster.device.flops["bfloat16"]
         measured = flops / (row.number("gpus") * META_FLOPS)
         found.append(
@@ -414,61 +392,6 @@ def meta_405b() -> list[dict[str, Any]]:
             | {"bytes": max(candidate.peaks()), "fits": max(candidate.peaks()) <= source.memory, "measured": measured}
         )
     return found
-
-
-MOMENT_BYTES = 8  # of a parameter, shared by the replicas
-
-
-def allocated_peaks() -> list[dict[str, Any]]:
-    """Returns what each stage of Seq1F1B had allocated at most in the first step, at whose end the optimizer's moments
-    are made, and what the account says without these, with the buffers of all gradients from the start. Nobody else's
-    memory is what was allocated."""
-    table, peaks, found = {each.text["id"]: each for each in rows()}, {}, []
-    for each in few(read("seq1f1b_peaks"), 4):
-        row, number, stage = table[each["id"]], each["id"], int(each["stage"])
-        if number not in peaks:
-            candidate = row.candidate(1.0)
-            account = with_keys_by_slice(candidate.bytes, candidate.times.slices)
-            buffers = np.bincount(account.arrays.schedule.placement, account.made[0])
-            if row.number("tp") > 1:  # one for the inputs that ranks gather
-                buffers += 2 * max(candidate.times.slices) * row.number("hidden")
-            without = replace(account, made=np.zeros_like(account.made), first=np.full_like(account.first, np.nan))
-            peaks[number] = without.rank_peaks() + buffers
-        counted = peaks[number][stage] - MOMENT_BYTES / row.replicas * int(each["parameters"])
-        measured = float(each["max_allocated_mib"]) * 2**20
-        about = {
-            "id": number,
-            "model": row.text["model"],
-            "tokens": row.text["seq"],
-            "slices": row.text["token_slices"],
-        }
-        found.append(about | {"stage": stage, "measured": measured, "bytes": counted, "error": counted / measured - 1})
-    return found
-
-
-def with_keys_by_slice(account: OrderBytes, slices: Sequence[int]) -> OrderBytes:
-    """Returns the account with keys and values as Seq1F1B's code holds them.
-
-    A slice but the first joins its own to those before in a new tensor, of which the whole stays until the last
-    backward. A backward makes the gradients of all keys that it reads, in place of those of the backward before. And
-    the variable that has the output of the last forward before the first backward is never set again: it keeps what
-    belongs to its microbatch until the step ends.
-    """
-    arrays = account.arrays
-    is_forward, is_backward = arrays.is_one_of(Op.F), arrays.is_one_of(Op.B)
-    read = np.cumsum(slices) / sum(slices)  # the share of the keys that a slice reads
-    joined = np.diff(np.append(0.0, read[1:]), prepend=0.0)
-    made = np.diff(read[::-1], prepend=0.0)[::-1]
-    forwards = arrays.schedule.num_ranks - arrays.rank + len(slices) - 2  # before a rank's first backward
-    kept = arrays.microbatch == (forwards - 1) // len(slices)
-    freed = (is_backward & (arrays.slice == 0) & ~kept) * (1 + read[0])
-    changes = is_forward * joined[arrays.slice] + is_backward * made[arrays.slice] - freed
-    # The account has the keys of a microbatch from its first forward, and their gradients from its first backward.
-    began = is_forward & (arrays.slice == 0) | is_backward & (arrays.slice == len(slices) - 1)
-    peaks = account.peaks + account.context * (is_forward * joined[arrays.slice] - began)
-    nothing = np.zeros_like(account.context)
-    leaves = account.leaves + account.context * changes
-    return replace(account, leaves=leaves, peaks=peaks, context=nothing, context_gradients=nothing)
 
 
 def reasons(found: Sequence[Mapping[str, Any]]) -> dict[str, int]:

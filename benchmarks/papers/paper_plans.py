@@ -8,16 +8,14 @@ without scatter/gather.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
-from functools import cache, cached_property, lru_cache
+from dataclasses import dataclass, fields
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
 
-from benchmarks.papers.unfused_attention import UnfusedCosts
 from slipstream.array_types import Floats
 from slipstream.cost import (
-    REPLAYED,
     Cluster,
     CountedCosts,
     CountedSource,
@@ -27,6 +25,7 @@ from slipstream.cost import (
     PartCount,
     Stage,
     StageParts,
+    System,
     Update,
     Work,
 )
@@ -35,11 +34,8 @@ from slipstream.planner.plan import Plan
 from slipstream.planner.search.placed_partition import PlacedPartition
 from slipstream.planner.search.plan_options import PlanOptions
 from slipstream.planner.search.plan_space import PlanSpace
-from slipstream.planner.search.schedule_shape import ScheduleShape
-from slipstream.schedule import Action, Op, Schedule, make_schedule
-from slipstream.schedule.action_arrays import ActionArrays
 
-KEPT = 128  # schedules
+PAPERS = System("the papers'", writes_scores=True, whole_backwards=True)
 
 
 @dataclass(frozen=True)
@@ -55,9 +51,11 @@ class LayersAlone(ModelCount):
 
 
 @dataclass(frozen=True)
-class PaperCosts(UnfusedCosts):
+class PaperCosts(CountedCosts):
     """Costs where replicas reduce their gradients in float16, Slipstream's are float32; and where one fitted share of
     the peak stands for all that products take, unless reading takes longer."""
+
+    system: System = PAPERS
 
     def _rows(self, value: Callable[[PartCount], Any], work: Work) -> Floats:
         return super()._rows(lambda part: value(part) if self._is_there(part) else 0.0, work)
@@ -108,7 +106,7 @@ class PaperSource(CountedSource):
     """
 
     def __init__(self, model: ModelCount, cluster: Cluster, costs: Callable[..., CountedCosts] = PaperCosts) -> None:
-        super().__init__(model, cluster, "a paper's model")
+        super().__init__(model, cluster, "a paper's model", system=PAPERS)
         self._costs = costs
 
     def costs(self, degrees: Degrees, microbatch_size: int) -> CountedCosts:
@@ -143,25 +141,3 @@ class PaperSpace(PlanSpace):
 
     def slices(self, plan: Plan) -> tuple[int, ...]:
         return self._given_slices or super().slices(plan)
-
-    def actions(self, plan: Plan, shape: ScheduleShape) -> ActionArrays:
-        """Returns the papers' schedule, whose backwards are whole."""
-        return whole_backwards(shape, plan.recompute in REPLAYED)
-
-
-@lru_cache(maxsize=KEPT)
-def whole_backwards(shape: ScheduleShape, recompute: bool = False) -> ActionArrays:
-    """Returns the schedule with whole backwards, each of them after its recomputation where there is one."""
-    schedule = make_schedule(shape.name, *shape.counts)
-    return ActionArrays.of(recomputed(schedule) if recompute else schedule)
-
-
-def recomputed(schedule: Schedule) -> Schedule:
-    """Returns the schedule with an R right before each B, without waiting for its gradient. Slipstream leaves out one
-    that would directly follow its forward; the papers' systems recompute there too."""
-
-    def with_replay(action: Action) -> tuple[Action, ...]:
-        return (action.with_op(Op.R), action) if action.op is Op.B else (action,)
-
-    rows = (tuple(each for action in row for each in with_replay(action)) for row in schedule.actions)
-    return replace(schedule, actions=tuple(rows))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
 from itertools import pairwise
 from math import inf, isfinite
 from pathlib import Path
@@ -110,10 +110,22 @@ class Device:
     # Bytes per second that the host's processors read and write for each device. Default: of two sockets for eight
     # devices, each with eight channels of DDR4-3200 (205 GB/s, AMD EPYC 7742 data sheet), of which streams reach 80%
     host_memory_bandwidth: Annotated[float, BANDWIDTH] = 40e9
+    # Peak FLOP/s of products whose operands are cast to fewer bits, by format: float8, float4
+    narrow_flops: Annotated[Mapping[str, float], _narrow_peaks] = field(default_factory=dict)
 
     def matmul_flops(self, dtype: str) -> float:
         """Returns the FLOP/s at which matrix products compute, besides reading and writing their operands."""
         return self._peak(dtype) * self.matmul_efficiency
+
+    def narrow_rate(self, name: str, dtype: str) -> float:
+        """Returns how many times as fast as in `dtype` matrix products are whose operands are cast to a format."""
+        if name not in self.narrow_flops:
+            known = ", ".join(self.narrow_flops) or "none"
+            raise SlipstreamError(
+                f"products in {name} have no peak on {self.name} (known: {known}): add their FLOP/s to "
+                "device.narrow_flops in a cluster file of your own."
+            )
+        return self.narrow_flops[name] / self._peak(dtype)
 
     def wave_seconds(self, dtype: str) -> float:
         """Returns the waste of the last wave of a matrix product, for every term that an element of its result adds up:
@@ -204,6 +216,10 @@ class Cluster:
             rate = min(rate, together * self.between.rate(self.devices_per_node))
         return latency + (size - 1) / size * num_bytes / rate
 
+    def leaves_domain(self, size: int, stride: int = 1) -> bool:
+        """Returns whether `size` devices, `stride` apart, are in several domains."""
+        return size > self._in_a_domain(size, stride)
+
     def all_to_all_seconds(self, num_bytes: Any, size: int, stride: int = 1) -> Any:
         """Returns the seconds in which each of `size` devices, `stride` apart, sends an equal part of so many bytes to
         every one of them, itself included.
@@ -280,10 +296,14 @@ def _parse(values: Any, kind: type, where: str, prefix: str) -> Any:
         if key not in hints:
             hint = did_you_mean(str(key), tuple(hints))
             raise SlipstreamError(f"{where} has no field {key!r}{hint} Its fields are {names}.")
-    missing = [field.name for field in fields(kind) if field.default is MISSING and field.name not in values]
+    missing = [each.name for each in fields(kind) if _is_required(each) and each.name not in values]
     if missing:
         raise SlipstreamError(f"{where} lacks {', '.join(missing)}: add {missing[0]}: ....")
     return kind(**{key: _parse_field(value, hints[key], prefix + key) for key, value in values.items()})
+
+
+def _is_required(found: Field[Any]) -> bool:
+    return found.default is MISSING and found.default_factory is MISSING
 
 
 def _parse_field(value: Any, hint: Any, where: str) -> Any:
@@ -293,10 +313,14 @@ def _parse_field(value: Any, hint: Any, where: str) -> Any:
     return str(value) if hint is str else hint.__metadata__[0](value, where)
 
 
-def _peaks(values: Any, where: str) -> dict[str, float]:
+def _peaks(values: Any, where: str, example: str = "bfloat16: 312e12") -> dict[str, float]:
     if not isinstance(values, dict) or not values:
-        raise SlipstreamError(f"{where} is {values!r}: give FLOP/s by dtype, as {{bfloat16: 312e12}}.")
+        raise SlipstreamError(f"{where} is {values!r}: give FLOP/s by dtype, as {{{example}}}.")
     return {str(dtype): FLOPS(peak, f"{where}.{dtype}") for dtype, peak in values.items()}
+
+
+def _narrow_peaks(values: Any, where: str) -> dict[str, float]:
+    return _peaks(values, where, "float8: 1979e12")
 
 
 def _curve(values: Any, where: str) -> tuple[tuple[float, float], ...]:

@@ -8,7 +8,7 @@ that, such as the costs of stages, is said here once. A `Mode` (`slipstream.cost
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import groupby
@@ -19,6 +19,7 @@ import numpy as np
 from slipstream.array_types import Flags, Floats, Ints
 from slipstream.cost.action_bytes import ActionBytes
 from slipstream.cost.sharing import EXCHANGES, Copies, Divided, divided_by
+from slipstream.cost.system import SLIPSTREAM, System
 from slipstream.cost.update import Numbers, Update
 from slipstream.cost.work import (
     OPS,
@@ -105,6 +106,11 @@ class Costs(ABC):
     def divided(self) -> Divided:
         """Among how many of these ranks each quantity is divided."""
         return divided_by(self.degrees)
+
+    @property
+    def system(self) -> System:
+        """The training system that runs the work."""
+        return SLIPSTREAM
 
     # --- what a search may take for granted --------------------------------------------------------------------------
 
@@ -418,13 +424,19 @@ class Costs(ABC):
         """Returns the time in which the ranks of a sharded optimizer gather the updated parameters."""
         return self.between_copies(stage, update.state.weights, update.shards)
 
-    def between_copies(self, stage: Stage, num_bytes: float, copies: int) -> float:
+    def between_copies(
+        self, stage: Stage, num_bytes: float, copies: int, exchange: Callable[[float, Copies], float] | None = None
+    ) -> float:
         """Returns the time in which ranks gather, or reduce-scatter, `num_bytes` of each trained parameter: over all
-        that have the same weights, but those of experts over the ranks that have the same experts."""
+        that have the same weights, but those of experts over the ranks that have the same experts.
+
+        `exchange` says the time of bytes between some ranks. Default: `gathering_seconds`.
+        """
+        seconds = exchange or self.gathering_seconds
         in_experts = float(total(self.count(stage), self.each_number.trained_in_experts))
         shared = self.num_trained(stage) - in_experts
         both = zip((shared, in_experts), self.divided.copies(copies), strict=True)
-        return sum(self.gathering_seconds(num_bytes * number, ranks) for number, ranks in both)
+        return sum(seconds(num_bytes * number, ranks) for number, ranks in both)
 
     def optimizer_step_seconds(self, stage: Stage, update: Update) -> float:
         """Returns the time of the optimizer's rule on a stage."""

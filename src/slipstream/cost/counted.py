@@ -12,6 +12,8 @@ sequences of the microbatch together) after a context takes, of a rank's own pro
 
 but at least the number of its kernels times the shortest time of one, and as long as the host takes to start them. Each
 action of a stage adds the device's `action_seconds`, so that many short slices cost more than few long ones.
+
+Where training systems differ, these costs ask the `System` (`slipstream.cost.system`) that runs the step.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
+from math import ceil
 from typing import Any
 
 import numpy as np
@@ -31,8 +34,10 @@ from slipstream.cost.costs import NO_LINK, LinkTime
 from slipstream.cost.counted_parts import CountedParts
 from slipstream.cost.operation_counts import AttentionCall, ModelCount, OpCount, PartCount
 from slipstream.cost.sharing import WAYS, Copies, Exchange
+from slipstream.cost.system import SLIPSTREAM, System
 from slipstream.cost.update import Update
 from slipstream.cost.work import OPS, Stage, Work
+from slipstream.cost.written_scores import kept_score_bytes, written_score_seconds
 from slipstream.options import UNSHARED, Degrees
 from slipstream.schedule import BACKWARDS, Action, Op
 
@@ -41,10 +46,13 @@ from slipstream.schedule import BACKWARDS, Action, Op
 class CountedCosts(CountedParts):
     """The costs of a counted model's stages on a cluster, on one rank of a stage, for microbatches of one size.
 
-    Attention is FlashAttention: only the scores under the mask, recomputed in the backward, never written to memory.
+    Attention is FlashAttention, but in systems that write scores to memory: only the scores under the mask, recomputed
+    in the backward.
 
     Args:
+        model: counted with the kernels of the system (`System.counted`).
         degrees, microbatch_size, sequence_parallel: those of `Sharing`.
+        system: that runs the step.
     """
 
     model: ModelCount
@@ -52,6 +60,7 @@ class CountedCosts(CountedParts):
     degrees: Degrees = UNSHARED
     microbatch_size: int = 1
     sequence_parallel: bool = False
+    system: System = SLIPSTREAM
 
     # --- seconds -----------------------------------------------------------------------------------------------------
 
@@ -59,7 +68,8 @@ class CountedCosts(CountedParts):
         return self._rows(lambda part: self.part_seconds(part, *work), work)
 
     def fixed_seconds(self, work: Work) -> Floats:
-        return np.full(len(work.lengths), self.cluster.device.action_seconds)
+        takes_none = work.op is Op.R and self.system.replays_in_backward
+        return np.full(len(work.lengths), 0.0 if takes_none else self.cluster.device.action_seconds)
 
     def part_seconds(self, part: PartCount, op: Op, length: Any, context: Any) -> Any:
         """Returns the seconds of one op of one part of the model; B is I and W, R is F."""
@@ -74,8 +84,24 @@ class CountedCosts(CountedParts):
         count = part.ops[op]
         scores = sum(self.attention_seconds(call, op, length, context) for call in part.attentions)
         busy = self.product_seconds(part, count, tokens) + self._elementwise_seconds(part, count, tokens) + scores
-        busy = np.maximum(busy, max(count.num_kernels * device.kernel_seconds, self._host_seconds(part, op)))
-        return busy + exchanged
+        host = self._host_seconds(part, op)
+        busy = np.maximum(busy, max(count.num_kernels * device.kernel_seconds, host))
+        if not self.system.runs_ahead:
+            busy = busy + (host if op is Op.F else host / 2)
+        return self._with_experts(part, op, length, busy + exchanged)
+
+    def _with_experts(self, part: PartCount, op: Op, length: Any, seconds: Any) -> Any:
+        """Returns the seconds of F, I or W of a part, as its experts run: without the exchanges that are hidden, and as
+        long as the host takes to start the kernels. I and W are half a backward each."""
+        runs = self.system.experts
+        if not part.experts_per_token:
+            return seconds
+        passes = 1.0 if op is Op.F else 1 / 2
+        if runs.beside_passes:
+            exchange = self.exchange_seconds("experts", part, Op.F, length)
+            seconds = np.maximum(seconds - (0 if op is Op.W else exchange), passes * exchange)
+        launches = runs.launches + runs.launches_of_expert * part.num_experts / self.degrees.experts
+        return np.maximum(seconds, passes * launches) if launches else seconds
 
     def product_seconds(self, part: PartCount, count: OpCount, tokens: Any) -> Any:
         """Returns the time of the matrix products. Their reads and writes aren't hidden behind their arithmetic, and in
@@ -84,6 +110,9 @@ class CountedCosts(CountedParts):
         products = self.sharing.products(part, count, tokens)
         device, dtype = self.cluster.device, self.model.dtype
         computed = products.flops / device.matmul_flops(dtype)
+        if count is not part.ops[Op.W]:
+            rows = 2 * self.system.experts.part_of_tile * part.num_in_experts / self.degrees.experts
+            computed = computed + rows / (device.matmul_flops(dtype) * self.system.product_rate(dtype, device))
         return computed + products.depth * device.wave_seconds(dtype) + products.num_bytes / device.bytes_per_second
 
     def _host_seconds(self, part: PartCount, op: Op) -> float:
@@ -95,11 +124,19 @@ class CountedCosts(CountedParts):
         return self._rows(lambda part: self.part_selective_replay(part, work.lengths, work.contexts), work)
 
     def part_selective_replay(self, part: PartCount, length: Any, context: Any) -> Any:
-        """Returns the time of a part's kernels other than products and attention."""
+        """Returns the time of a part's kernels other than products and attention, or of what else the system
+        repeats."""
+        what = self.system.selective
+        scores = sum(self.attention_seconds(call, Op.F, length, context) for call in part.attentions)
+        if what == "scores":
+            return scores
         count = part.ops[Op.F]
         moved = self._elementwise_seconds(part, count, self.sharing.tokens(length))
         shortest = (count.num_kernels - count.num_matmuls) * self.cluster.device.kernel_seconds
-        return np.maximum(moved, shortest)
+        kernels = np.maximum(moved, shortest)
+        if what == "kernels":
+            return kernels
+        return kernels + (self.part_seconds(part, Op.F, length, context) - scores - kernels) / 2
 
     def _elementwise_seconds(self, part: PartCount, count: OpCount, tokens: Any) -> Any:
         """Returns the time of the kernels other than matrix products and attention, which only move bytes."""
@@ -111,7 +148,40 @@ class CountedCosts(CountedParts):
 
     def exchange_seconds(self, way: str, part: PartCount, op: Op, length: Any) -> Any:
         """Returns the time of a part's exchanges between ranks that share work in one of the `WAYS`."""
-        return sum(self._link_seconds(each) for each in WAYS[way].exchanges(self.sharing, part, op, length))
+        if way == "experts" and self.system.experts.sends == "devices":
+            return self._token_seconds(part, length) if op in (Op.F, Op.R, Op.I) else 0.0
+        whole = sum(self._link_seconds(each) for each in WAYS[way].exchanges(self.sharing, part, op, length))
+        return self._exposed_seconds(part, op, length, whole) if way == "tensor" and part.attentions else whole
+
+    def _exposed_seconds(self, part: PartCount, op: Op, length: Any, whole: Any) -> Any:
+        """Returns what isn't hidden of the exchanges of tensor-parallel ranks.
+
+        Beside the products around them, it is the first of as many pieces as there are ranks, and what takes longer
+        than the products. Beside those of a weight's gradient, the sums of its input's gradients are hidden; where
+        ranks share tokens, the gathering of its output's gradients, half of it all, comes before.
+        """
+        beside, tokens = self.system.tensor_beside, self.sharing.tokens(length)
+        if beside == "products":
+            products = self.product_seconds(part, part.ops[Op.F if op is Op.R else op], tokens)
+            return np.maximum(whole / self.degrees.tensor, whole - products)
+        if beside == "weights" and op is Op.I:
+            ahead = whole / 2 if self.sequence_parallel else 0.0
+            return ahead + np.maximum(0.0, whole - ahead - self.product_seconds(part, part.ops[Op.W], tokens))
+        return whole
+
+    def _token_seconds(self, part: PartCount, length: Any) -> Any:
+        """Returns the time of exchanges that send a token once to every device that has some of its experts, and once
+        to every node, whose devices pass it on: of k experts on n devices it is n (1 - (1 - 1/n)^k) of them."""
+        size = self.degrees.experts
+        if not part.experts_per_token or size == 1:
+            return 0.0
+        cluster = self.cluster
+        num_nodes = max(1, size * self.degrees.tensor // cluster.devices_per_domain)
+        reached = [n * (1 - (1 - 1 / n) ** part.experts_per_token) for n in (size, num_nodes)]
+        token = self.sharing.tokens(length) * self.model.hidden_size * self.model.dtype_bytes / self.degrees.tensor
+        inside = token * reached[0] / cluster.inside.rate() * (1 - 1 / size)
+        across = token * reached[1] / cluster.between.rate(cluster.devices_per_node) * (1 - 1 / num_nodes)
+        return 2 * (cluster.between.latency * (num_nodes > 1) + np.maximum(inside, across))
 
     def _link_seconds(self, each: Exchange) -> Any:
         seconds = self.cluster.all_reduce_seconds if each.is_sum else self.cluster.all_to_all_seconds
@@ -123,15 +193,28 @@ class CountedCosts(CountedParts):
         if op is Op.W or (op is Op.I and not call.has_gradient):
             return 0.0
         device = self.cluster.device
+        if self.system.writes_scores:
+            return written_score_seconds(self, call, op, length, context)
         operations = self.sharing.score_operations(call, op, length, context)
         rate = device.attention_flops(self.model.dtype, self.microbatch_size * self.sharing.queries(length))
-        computed = operations / rate
+        computed = self._attention_factor * operations / rate
         if op is Op.F:
             return computed
         read = call.window.context_keys(context)
         numbers = self.microbatch_size * read * self.sharing.key_heads(call) * (call.key_width + call.value_width)
         # a kernel writes them; then they are read, and the sums in float32 are read and written
         return computed + numbers * (2 * self.model.dtype_bytes + 2 * 4) / device.bytes_per_second
+
+    def each_activation(self, lengths: Any) -> Floats:
+        kept = super().each_activation(lengths)
+        return kept + kept_score_bytes(self, lengths) if self.system.writes_scores else kept
+
+    @property
+    def _attention_factor(self) -> float:
+        """The time of attention's kernel over that of the described one. In 8 bits its products, whose share of the
+        time is the efficiency, take half."""
+        narrow = self.cluster.device.attention_efficiency if self.system.attention_bits == 8 else 0.0
+        return self.system.attention_time * (1 - narrow / 2)
 
     @property
     def deserves_table(self) -> bool:
@@ -160,8 +243,51 @@ class CountedCosts(CountedParts):
                 total += count * max(0.0, float(seconds[0] - seconds[1]))
         return total
 
+    # --- replicas ----------------------------------------------------------------------------------------------------
+
+    def gradient_seconds(self, stage: Stage, update: Update) -> float:
+        replicas = self.system.replicas
+        each = update.state.gradients if replicas.gradient_bytes is None else replicas.gradient_bytes
+        reduced = self.between_copies(stage, each, update.copies, self._reducing_seconds)
+        whole = update.passes_of_gradients * reduced
+        num_reductions = (replicas.num_gathers(update.num_microbatches) + 1) // 2
+        return num_reductions * self._beside_pass(stage, Op.B, whole, update)
+
+    def gather_seconds(self, stage: Stage, update: Update) -> float:
+        replicas = self.system.replicas
+        sharing = min(update.shards, replicas.num_sharing or update.shards)
+        whole = self.between_copies(stage, update.state.weights, sharing)
+        frozen = self.weight_bytes(stage, update.state.weights) - update.state.weights * self.num_trained(stage)
+        # Weights that are gathered for every pass are sharded, whether they are trained or not.
+        if replicas.each_microbatch and frozen > 0:
+            whole += self.gathering_seconds(frozen, Copies(sharing, self.divided.width))
+        return replicas.num_gathers(update.num_microbatches) * self._beside_pass(stage, Op.F, whole, update)
+
+    def _beside_pass(self, stage: Stage, op: Op, whole: float, update: Update) -> float:
+        """Returns what isn't hidden of an exchange of a stage's weights or gradients: what takes longer than the pass
+        of a microbatch beside which it runs, at least those of one part of the stage."""
+        if not self.system.replicas.beside_passes:
+            return whole
+        hidden = float(self.seconds(stage, op, update.seq_len, 0))
+        return max(whole / max(1, len(self.parts_of(stage))), whole - hidden)
+
     def gathering_seconds(self, num_bytes: float, copies: Copies) -> float:
-        return float(self.cluster.exchange_seconds(num_bytes, *copies))
+        seconds = float(self.cluster.exchange_seconds(num_bytes, *copies))
+        if not self.cluster.leaves_domain(*copies):
+            return seconds
+        replicas = self.system.replicas
+        num_buckets = max(1, ceil(num_bytes / replicas.bucket_bytes))
+        return seconds + num_buckets * (copies.num_ranks - 1) * replicas.step_seconds
+
+    def _reducing_seconds(self, num_bytes: float, copies: Copies) -> float:
+        """Returns the time in which ranks with the same weights reduce so many bytes of gradients, each its part; where
+        fewer of them share a state, these do so first, and then add up equal parts with the others."""
+        sharing = self.system.replicas.num_sharing or copies.num_ranks
+        if copies.num_ranks <= sharing:
+            return self.gathering_seconds(num_bytes, copies)
+        others = Copies(copies.num_ranks // sharing, copies.stride * sharing)
+        inside = self.gathering_seconds(num_bytes, copies._replace(num_ranks=sharing))
+        return inside + 2 * self.gathering_seconds(num_bytes / sharing, others)
 
     def update_seconds(self, update: Update, trained: float, optimized: float) -> float:
         return update.moved_bytes(trained, optimized) / self.cluster.device.bytes_per_second

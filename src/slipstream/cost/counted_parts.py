@@ -56,7 +56,9 @@ class CountedParts(Costs):
     @cached_property
     def sharing(self) -> Sharing:
         """What one of the ranks that share a stage has of the work."""
-        return Sharing(self.model, self.degrees, self.microbatch_size, self.sequence_parallel)
+        return Sharing(
+            self.model, self.degrees, self.microbatch_size, self.sequence_parallel, self.system.keeps_gathered
+        )
 
     @property
     def divided(self) -> Divided:

@@ -28,6 +28,7 @@ from slipstream.cost.costs import Costs, LinkTime
 from slipstream.cost.host_memory import ANY_HOST, HostMemorySpec
 from slipstream.cost.operation_counts import ModelCount, PartCount
 from slipstream.cost.sharing import Copies, Divided
+from slipstream.cost.system import System
 from slipstream.cost.update import Numbers, Update
 from slipstream.cost.work import OPS, Stage, StageParts, Work
 from slipstream.options import Degrees, host_share
@@ -76,6 +77,10 @@ class Mode(Costs):
     @property
     def divided(self) -> Divided:
         return self.costs.divided
+
+    @property
+    def system(self) -> System:
+        return self.costs.system
 
     @property
     def is_tied(self) -> bool:

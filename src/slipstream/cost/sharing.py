@@ -253,13 +253,15 @@ class Sharing:
             their number divides the attention heads; without expert parallelism they share each expert, too.
         microbatch_size: sequences of a microbatch.
         sequence_parallel: whether tensor-parallel ranks share the tokens of tensors that all would else compute and
-            keep: norms, residuals (Korthikanti et al. 2022). Inputs of matrix products are gathered and kept whole.
+            keep: norms, residuals (Korthikanti et al. 2022).
+        keeps_gathered: whether the gathered inputs of matrix products are kept whole, in place of gathering them again.
     """
 
     model: ModelCount
     degrees: Degrees
     microbatch_size: int = 1
     sequence_parallel: bool = False
+    keeps_gathered: bool = True
 
     @cached_property
     def divided(self) -> Divided:
@@ -371,6 +373,8 @@ class Sharing:
 
     def wide_activation_bytes(self, part: PartCount, wide: float) -> float:
         """Returns the bytes of a token's tensors that are as wide as the hidden state."""
+        if not self.keeps_gathered:
+            return wide / self.divided.wide
         num_gathered = self.num_regions(part) or int(part is self.model.head)
         gathered = min(wide, num_gathered * self.model.hidden_size * self.model.dtype_bytes)
         return gathered + (wide - gathered) / self.divided.wide

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from copy import copy
 from types import MappingProxyType
 from typing import TypeAlias
 
@@ -14,6 +15,7 @@ from slipstream.cost.measured import MeasuredCosts
 from slipstream.cost.operation_counts import ModelCount
 from slipstream.cost.profile import Profile
 from slipstream.cost.sharing import WAYS, counted_exchanges, possible_degrees, refused_ways
+from slipstream.cost.system import SLIPSTREAM, System
 from slipstream.cost.update import StateBytes, refused_shards
 from slipstream.errors import SlipstreamError
 from slipstream.options import SHARED_WORK, Degrees
@@ -38,12 +40,14 @@ class CountedSource:
         sequence_parallel: bool = False,
         fused: bool = False,
         refusals: Mapping[str, str] = _COUNTED_ALONE,
+        system: System = SLIPSTREAM,
     ) -> None:
         """`sequence_parallel`: whether ranks that share layers also share tokens; `fused`: whether the model was
         counted with fused kernels; `refusals`: why training refuses a `context_parallel` or an `expert_parallel`
-        above 1, sharded parameters as `shard`, or a spread `vocabulary`."""
+        above 1, sharded parameters as `shard`, or a spread `vocabulary`; `system`: what runs the step."""
+        model = system.counted(model, cluster.device)
         self.model, self.cluster, self.name, self.hardware = model, cluster, name, cluster.name
-        self.sequence_parallel, self.fused = sequence_parallel, fused
+        self.sequence_parallel, self.fused, self.system = sequence_parallel, fused, system
         self.kinds = model.kinds  # the kind of every layer; equal layers have equal numbers
         self.parts, self.units_per_layer = model.parts, model.units_per_layer  # the kind of every part
         self.num_devices, self.devices_per_domain = cluster.num_devices, cluster.devices_per_domain
@@ -69,7 +73,8 @@ class CountedSource:
 
     def costs(self, degrees: Degrees, microbatch_size: int) -> Costs:
         """Returns the costs of the model's stages."""
-        return CountedCosts(self.model, self.cluster, degrees, microbatch_size, self.sequence_parallel)
+        model, cluster, tokens = self.model, self.cluster, self.sequence_parallel
+        return CountedCosts(model, cluster, degrees, microbatch_size, tokens, self.system)
 
     def peak_seconds(self, num_sequences: int, seq_len: int) -> float | None:
         """Returns the seconds of a step's products at one device's peak: the numerator of MFU, if known.
@@ -88,7 +93,14 @@ class CountedSource:
         """Yields the same model on 2, 4, ... up to `most` times the nodes; nothing where the hardware is given."""
         for doublings in range(1, most.bit_length()):
             larger = self.cluster.with_nodes(2**doublings * self.cluster.num_nodes)
-            yield CountedSource(self.model, larger, self.name, self.sequence_parallel, self.fused, self.refusals)
+            yield self._on(larger)
+
+    def _on(self, cluster: Cluster) -> CountedSource:
+        """Returns the same model on another cluster of the same devices."""
+        source = copy(self)
+        source.cluster, source.num_devices = cluster, cluster.num_devices
+        source.devices_per_domain = cluster.devices_per_domain
+        return source
 
     def trained(self) -> tuple[str, ...]:
         """Returns a sentence about the trained parts and the end of the backward; nothing where all weights train."""

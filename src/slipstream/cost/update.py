@@ -54,12 +54,16 @@ class Update:
         copies: ranks with the same weights, but for experts.
         shard: what each of them keeps only its part of: "none", the "optimizer"'s state, or the "parameters" too.
         place: where the rule runs, with its state: on the "device" or the "host".
+        seq_len, num_microbatches: tokens of a sequence, and microbatches of a replica, in the step that the update
+            ends: exchanges of replicas may run beside their passes.
     """
 
     state: StateBytes
     copies: int = 1
     shard: str = "none"
     place: str = "device"
+    seq_len: int = 0
+    num_microbatches: int = 1
 
     @property
     def shards(self) -> int:

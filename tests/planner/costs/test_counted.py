@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from benchmarks.papers.unfused_attention import UnfusedCosts
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -30,6 +29,7 @@ from slipstream.cost import (
     PartCount,
     StageParts,
     StateBytes,
+    System,
     Update,
     Work,
     load_cluster,
@@ -177,7 +177,8 @@ def test_attention_costs_the_scores_under_the_mask(window: AttentionWindow) -> N
 def test_without_a_fused_kernel_all_scores_are_computed_and_written() -> None:
     scores = 4 * 6 * (6 + 10)
     expected = (6 * 2000 + WEIGHTS) / 1e9 + 2 * 64 * scores / 1e9 + 6 * 2 * scores / 1e9
-    assert UnfusedCosts(MODEL, CLUSTER).seconds(LAYER, Op.F, 6, 10) == pytest.approx(expected)
+    costs = CountedCosts(MODEL, CLUSTER, system=System("of 2019", writes_scores=True))
+    assert costs.seconds(LAYER, Op.F, 6, 10) == pytest.approx(expected)
 
 
 def test_times_of_arrays_are_the_times_one_by_one() -> None:

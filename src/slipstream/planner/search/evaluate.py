@@ -331,9 +331,10 @@ def _by_kind(memory: RankMemory) -> dict[MemoryKind, float]:
     return {kind: size for kind, size in during.items() if size}
 
 
-def update_of(plan: Plan, state: StateBytes) -> Update:
+def update_of(plan: Plan, state: StateBytes, batch: GlobalBatch) -> Update:
     """Returns the update that ends a plan's step, by the bytes per parameter where nothing is sharded."""
-    return Update(state, plan.num_copies, plan.shard, plan.optimizer)
+    num_microbatches = batch.global_batch // (plan.data_parallel * plan.microbatch_size)
+    return Update(state, plan.num_copies, plan.shard, plan.optimizer, batch.seq_len, num_microbatches)
 
 
 def evaluate(
@@ -366,7 +367,7 @@ def evaluate(
     tiled = with_loss_tokens(costs, plan.loss_tokens)
     costs = with_context(tiled, plan.context, host_of_copies(plan, host), batch.seq_len)
     cut = PlacedPartition(costs, plan.placement, bounds, plan.vocabulary == "spread")
-    update = update_of(plan, state)
+    update = update_of(plan, state, batch)
     return Evaluation(
         plan=plan,
         cut=cut,
@@ -421,7 +422,8 @@ def _actions(plan: Plan, cut: PlacedPartition) -> ActionArrays:
     replays = plan.recompute in REPLAYED
     if isinstance(plan.schedule, Schedule):
         return with_savings(plan.schedule, replays, plan.offload)
-    return cached_schedule(ScheduleShape.of(plan, plan.num_microbatches, cut.trains), replays, plan.offload)
+    shape = ScheduleShape.of(plan, plan.num_microbatches, cut.trains, cut.costs.system)
+    return cached_schedule(shape, replays, plan.offload)
 
 
 def _step_times(plan: Plan, cut: PlacedPartition, update: Update, host: HostMemorySpec | None) -> StepTimes:

@@ -39,6 +39,7 @@ from slipstream.planner.search.bounds import GroupBounds, MemoryBound, PlanGroup
 from slipstream.planner.search.evaluate import (
     GROUPS,
     Evaluation,
+    GlobalBatch,
     StepTimes,
     head_times,
     host_of_copies,
@@ -167,7 +168,8 @@ class PlanSpace:
                 yield stages, shapes
 
     def shape(self, plan: Plan) -> ScheduleShape:
-        return ScheduleShape.of(plan, self.num_microbatches(plan), self.cut(plan).trains)
+        cut = self.cut(plan)
+        return ScheduleShape.of(plan, self.num_microbatches(plan), cut.trains, cut.costs.system)
 
     def num_microbatches(self, plan: Plan) -> int:
         """Returns the microbatches of each pipeline."""
@@ -263,7 +265,7 @@ class PlanSpace:
 
     def update(self, plan: Plan) -> Update:
         """Returns the update that ends the plan's step."""
-        return update_of(plan, self.source.state)
+        return update_of(plan, self.source.state, GlobalBatch(self.seq_len, self.global_batch))
 
     def tails(self, plan: Plan) -> Floats:
         """Returns each rank's seconds that always follow its last action: of reducing the gradients of its first stage,

@@ -5,13 +5,16 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from math import prod
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from slipstream.array_types import Flags
-from slipstream.cost import BY_LAYER
+from slipstream.cost import BY_LAYER, System
 from slipstream.planner.plan import Plan
 from slipstream.schedule import (
+    Action,
+    Op,
     Schedule,
     add_offload,
     add_recompute,
@@ -34,12 +37,21 @@ class ScheduleShape(NamedTuple):
     stages_per_rank: int
     num_frozen_stages: int = 0
     splits: bool = True  # backwards that send their result to another rank, as a Pipeline does
+    replays_all: bool = False  # also slices whose backward follows their forward at once
 
     @classmethod
-    def of(cls, plan: Plan, num_microbatches: int, trains: Flags) -> ScheduleShape:
+    def of(cls, plan: Plan, num_microbatches: int, trains: Flags, system: System) -> ScheduleShape:
         """Returns the shape of a plan's schedule; `trains` marks the stages that have backwards."""
-        counts = plan.pipeline_parallel, num_microbatches, plan.num_slices, plan.stages_per_rank
-        return cls(plan.schedule_name, *counts, int(trains.argmax()), splits=plan.recompute not in BY_LAYER)
+        return cls(
+            plan.schedule_name,
+            plan.pipeline_parallel,
+            num_microbatches,
+            plan.num_slices,
+            plan.stages_per_rank,
+            int(trains.argmax()),
+            splits=plan.recompute not in BY_LAYER and not system.whole_backwards,
+            replays_all=system.whole_backwards,
+        )
 
     @property
     def counts(self) -> tuple[int, int, int, int]:
@@ -85,11 +97,23 @@ def _make_schedule(shape: ScheduleShape, recompute: bool = False, offload: float
 
     Frozen stages have no backwards.
     """
+    if recompute and shape.replays_all:
+        return with_savings(with_every_replay(cached_schedule(shape).schedule), False, offload)
     if recompute or offload:
         return with_savings(cached_schedule(shape).schedule, recompute, offload)
     schedule = make_schedule(shape.name, *shape.counts)
     schedule = split_backwards(schedule) if shape.splits else schedule
     return ActionArrays.of(freeze_stages(schedule, shape.num_frozen_stages))
+
+
+def with_every_replay(schedule: Schedule) -> Schedule:
+    """Returns the schedule with an R right before each B, without waiting for its gradient."""
+
+    def with_replay(action: Action) -> tuple[Action, ...]:
+        return (action.with_op(Op.R), action) if action.op is Op.B else (action,)
+
+    rows = (tuple(each for action in row for each in with_replay(action)) for row in schedule.actions)
+    return replace(schedule, actions=tuple(rows))
 
 
 # Its arrays take up to a kilobyte for each slice of a stage.
