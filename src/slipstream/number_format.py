@@ -119,6 +119,7 @@ def weight_format(dtype: str) -> NumberFormat:
 
 
 def precision_of(dtype: str) -> PrecisionName | None:
-    """Returns the `training.precision` whose weights and products are of this dtype; None where there is none."""
-    alike = (each.name for each in PRECISIONS.values() if each.weights.name == each.computed.name == dtype)
-    return next(alike, None)
+    """Returns the `training.precision` whose products are of this dtype, and whose weights are too where there is one;
+    None where there is none."""
+    alike = [each for each in PRECISIONS.values() if each.computed.name == dtype]
+    return min(alike, key=lambda each: each.autocasts).name if alike else None

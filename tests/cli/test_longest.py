@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-import slipstream
 from slipstream.cluster_plans.longest import longest_sequences
 from slipstream.cluster_plans.plan_model import choose_costs
 from slipstream.cost import Cluster, load_cluster
@@ -57,19 +56,11 @@ def test_learned_positions_are_a_limit() -> None:
     )
 
 
-def test_a_plan_for_one_device_of_a_node() -> None:
-    plan = slipstream.plan(llama(), "h100-dgx", seq_len=64, global_batch=2, devices_per_node=1)
-    assert (plan.num_devices, plan.best.plan.num_devices) == (1, 1)
-    for wrong, cluster in ((0, "h100-dgx"), (1, None)):
-        with pytest.raises(SlipstreamError, match=f"devices_per_node={wrong}"):
-            slipstream.plan(llama(), cluster, seq_len=64, global_batch=2, devices_per_node=wrong)
-
-
 @pytest.mark.more
 def test_the_command_prints_a_row_for_each_way(tmp_path: Path) -> None:
     llama().save_pretrained(tmp_path / "model")
     (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(CLUSTER))
-    one = "--num-nodes=1", "--devices-per-node=1", "--global-batch=1"
+    one = "--devices=1", "--global-batch=1"
     ended = slipstream_command("plan", tmp_path / "model", tmp_path / "cluster.yaml", "--longest", *one)
     assert ended.returncode == 0, ended.stderr
     for way in ("nothing", "recompute", "recompute, offload", "recompute, offload, context, optimizer"):

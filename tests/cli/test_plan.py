@@ -18,8 +18,8 @@ from slipstream.cli.plan import plan as command
 from slipstream.cli.plan import training_lines
 from slipstream.cluster_plans.described_model import DescribedModel
 from slipstream.cluster_plans.plan_file import plan_settings, write_plan_file
-from slipstream.cluster_plans.plan_model import choose_costs
-from slipstream.cost import Degrees, MeasuredCosts, ProfileSource, load_profile
+from slipstream.cluster_plans.plan_model import choose_cluster, choose_costs
+from slipstream.cost import Degrees, MeasuredCosts, ProfileSource, load_cluster, load_profile
 from slipstream.errors import SlipstreamError
 from slipstream.planner.report import reasons
 from slipstream.planner.search import PlanOptions
@@ -34,7 +34,7 @@ from support.forked import slipstream_command
 from support.hand_made_plan import MODEL, make_plan
 from support.hybrids import HYBRIDS
 from support.parameters import first_of
-from support.small_clusters import CLUSTER
+from support.small_clusters import CLUSTER, small_cluster
 from support.tiny_training import run_training, steps_of
 
 SEQ_LEN = 64
@@ -474,6 +474,64 @@ def test_bad_input_writes_nothing(
     with pytest.raises(SlipstreamError, match=reason):
         plan_file(**{"model": model, "cluster": cluster, "output": tmp_path / "plan.yaml"} | changes)
     assert not (tmp_path / "plan.yaml").exists()
+
+
+FEW = {"seq_len": SEQ_LEN, "global_batch": 4, "num_simulated": 20, "slicing": "equal-time", "dtype": "float16"}
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3, 4])
+def test_a_plan_for_some_devices_of_a_node(devices: int) -> None:
+    """Whatever their number, and each of them used."""
+    found = slipstream.plan(llama(), "a100-dgx", devices=devices, **FEW)
+    assert (found.num_devices, found.best.plan.num_devices) == (devices, devices)
+    if devices == 1:
+        kinds = "tensor", "context", "expert", "pipeline", "data"
+        degrees = {f"{kind}_parallel": 1 for kind in kinds}
+        assert slipstream.plan(llama(), "a100-dgx", devices=1, **FEW, **degrees).num_devices == 1
+
+
+def test_where_a_cluster_has_no_bfloat16_float16_is_taken_and_said(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few: dict[str, Any] = {"schedule": "1f1b", "num_slices": "1", "offload": "0", "top": 1}
+    said = "t4-g4dn.12xlarge has no bfloat16, so this is planned in float16"
+    for dtype, cluster, is_said in (
+        (None, "t4-g4dn.12xlarge", True),
+        ("float16", "t4-g4dn.12xlarge", False),
+        (None, "h100-dgx", False),
+    ):
+        written = plan_file(model, cluster, tmp_path / f"{dtype}-{cluster}.yaml", dtype=dtype, devices=2, **few)
+        assert written["training"]["precision"] == ("bf16-weights" if cluster == "h100-dgx" else "fp16")
+        shown = capsys.readouterr().out
+        assert (said in shown) == is_said
+        assert f"{cluster}, 2 devices, in {'bfloat16' if cluster == 'h100-dgx' else 'float16'}" in shown
+        assert "\nto train: slipstream train" in shown
+
+
+def test_devices_are_those_of_one_node_unless_more_nodes_are_given(tmp_path: Path) -> None:
+    shipped, own = load_cluster("a100-selene"), small_cluster(num_nodes=2, devices_per_node=2)
+    assert choose_cluster(own, None, None) == own
+    for cluster, num_nodes, devices, found in (
+        ("a100-selene", None, None, (1, 8)),
+        ("a100-selene", None, 2, (1, 2)),
+        ("a100-selene", 3, 6, (3, 2)),
+        (shipped, None, 8, (1, 8)),
+        (own, None, 2, (1, 2)),
+    ):
+        chosen = choose_cluster(cluster, num_nodes, devices)
+        assert (chosen.num_nodes, chosen.devices_per_node) == found
+    for num_nodes, devices, words in (
+        (None, 9, "devices=9, but a node of a100-selene has 8. Give at most 8, or num_nodes=2, which have 16."),
+        (2, 20, "devices=20, but 2 nodes of a100-selene have 16. Give at most 16, or num_nodes=3, which have 24."),
+        (2, 5, "devices=5 can't be spread evenly over num_nodes=2. Give a multiple of 2."),
+        (None, 0, "devices=0"),
+    ):
+        with pytest.raises(SlipstreamError, match=re.escape(words)):
+            choose_cluster("a100-selene", num_nodes, devices)
+    (tmp_path / "profile.json").write_text("{}")
+    for profile in (None, tmp_path / "profile.json"):
+        with pytest.raises(SlipstreamError, match="devices=2 is for a cluster; with a profile give num_ranks"):
+            slipstream.plan(llama(), profile, seq_len=SEQ_LEN, global_batch=4, devices=2)
 
 
 def test_files_that_describe_no_model(cluster: Path, tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -45,14 +45,21 @@ def plan(
     ] = False,
     global_batch: Annotated[int, count("Sequences per step, over all devices.")],
     num_nodes: Annotated[
-        int | None, count("Nodes of the cluster. Default: one of a named cluster, of a file as many as it says.")
+        int | None,
+        count(
+            "Nodes of the cluster. Default: one of a named cluster or with --devices, else as many as its file says."
+        ),
     ] = None,
-    devices_per_node: Annotated[
-        int | None, count("Devices of a node, such as 1. Default: as many as the cluster has.")
+    devices: Annotated[
+        int | None, count("Devices in all, such as 1, equally many of each node. Default: all of the nodes.")
     ] = None,
     num_ranks: Annotated[int | None, count("With a profile: ranks of the pipeline. Default: the profile's.")] = None,
     dtype: Annotated[
-        str | None, Option(help="The dtype in which the model computes. Default: bfloat16, or the profiled one.")
+        str | None,
+        Option(
+            help="The dtype in which the model computes. Default: bfloat16, float16 where the cluster has none, or the "
+            "profiled one."
+        ),
     ] = None,
     tensor_parallel: Annotated[_List, _choices("Tensor-parallel degrees: devices that share every layer")] = None,
     context_parallel: Annotated[
@@ -106,7 +113,7 @@ def plan(
     settings: dict[str, Any] = {
         "global_batch": global_batch,
         "num_nodes": num_nodes,
-        "devices_per_node": devices_per_node,
+        "devices": devices,
         "num_ranks": num_ranks,
         "dtype": dtype,
         "fused": fused,
@@ -136,17 +143,17 @@ def plan(
     print(f"wrote {output}" + (f" and {report}" if report is not None else ""))
     steps = 10 if tokens is None else num_steps(best_plan, tokens)
     typed = f"train {output} --data.files=[TEXT.txt] --training.output=runs/x --training.steps={steps}"
-    print(f"to train{_launcher(best_plan, cluster, devices_per_node)} {typed}")
+    print(f"to train{_launcher(best_plan, cluster, num_nodes, devices)} {typed}")
 
 
-def _launcher(plan: PlanReport, cluster: str | None, devices_per_node: int | None) -> str:
+def _launcher(plan: PlanReport, cluster: str | None, num_nodes: int | None, devices: int | None) -> str:
     """Returns the words between "to train" and the command's arguments, for one machine or several."""
     nodes = 1
     # A profile's processes are on one machine.
-    if cluster is not None and not cluster.endswith(".json"):
-        from slipstream.cost import load_cluster
+    if cluster is not None and not _is_profile(cluster):
+        from slipstream.cluster_plans.plan_model import choose_cluster
 
-        nodes = plan.num_devices // (devices_per_node or load_cluster(cluster).devices_per_node)
+        nodes = choose_cluster(cluster, num_nodes, devices).num_nodes
     if nodes == 1:
         return ": slipstream"
     torchrun = f"torchrun --nnodes={nodes} --nproc-per-node={plan.num_devices // nodes} --rdzv-backend=c10d"
@@ -196,7 +203,7 @@ def _run(
         if described.lora is not None:
             settings |= _adapter_settings(described.lora, described.section)
         best_plan = find_plan(described, cluster, progress=show, **settings)
-    _print(best_plan)
+    _print(best_plan, _dtype_lines(best_plan, cluster, settings["dtype"]))
     write_plan_file(best_plan, described.section, output, described.lora)
     if report is not None:
         from slipstream.planner.report import write_report
@@ -214,7 +221,7 @@ def _print_longest(model: str, cluster: str | None, num_ranks: int | None, num_b
     from slipstream.cluster_plans.longest import longest_sequences
     from slipstream.units import bytes_text, seconds_text
 
-    if cluster is None or cluster.endswith(".json") or num_ranks is not None:
+    if cluster is None or _is_profile(cluster) or num_ranks is not None:
         raise SlipstreamError("--longest needs a cluster, whose memory is known: give its name, such as h100-dgx.")
     columns = "saved by", "longest sequence", "step", "memory", "host memory", "plan"
     table = Table(*columns, box=SIMPLE_HEAD, pad_edge=False)
@@ -226,14 +233,18 @@ def _print_longest(model: str, cluster: str | None, num_ranks: int | None, num_b
         def show(what: str, done: int, total: int) -> None:
             change(f"{what}: {done:,}" + (f" of at most {total:,}" if total else ""))
 
+        notes: list[str] = []
         for found in longest_sequences(described, cluster, progress=show, **settings):
             cells = [found.savings or "nothing", f"{found.tokens:,} tokens" if found.tokens else "nothing fits"]
             if found.report is not None:
                 best = found.report.best
                 cells += [seconds_text(best.step_seconds), bytes_text(best.peak_memory)]
                 cells += [bytes_text(best.peak_host_memory), best.plan.describe()]
+                notes = _dtype_lines(found.report, cluster, settings["dtype"])
             table.add_row(*cells)
     print_table(table)
+    for note in notes:
+        print(note)
     print("Computed, not measured. The next row may also use what the rows above save.")
 
 
@@ -251,7 +262,23 @@ def _adapter_settings(section: dict[str, Any], model: dict[str, Any]) -> dict[st
         raise SlipstreamError("\n".join(f"lora: {line}" for line in describe_problems(error, LoraSection))) from None
 
 
-def _print(plan: PlanReport) -> None:
+def _dtype_lines(plan: PlanReport, cluster: str | None, dtype: str | None) -> list[str]:
+    """Returns a line about float16 that nobody has asked for; none elsewhere."""
+    from slipstream.number_format import FLOAT16
+
+    if dtype is not None or plan.dtype != FLOAT16.name or _is_profile(cluster):
+        return []
+    return [
+        f"{plan.cluster} has no bfloat16, so this is planned in float16. The plan file trains with "
+        "training.precision=fp16: float32 weights, computed under float16 autocast."
+    ]
+
+
+def _is_profile(cluster: str | None) -> bool:
+    return cluster is not None and cluster.endswith(".json")
+
+
+def _print(plan: PlanReport, about_dtype: Sequence[str]) -> None:
     from slipstream.planner.report import (
         cut_lines,
         legend_text,
@@ -271,8 +298,8 @@ def _print(plan: PlanReport) -> None:
     shared = shared_choices(plan.predictions)
     columns = shown_columns(plan.predictions)
     plans, memory = _tables(plan, columns)
-    say(f"{plan.model} on {plan.cluster}, {plural(plan.num_devices, 'device')}")
-    for note in plan.trained:
+    say(f"{plan.model} on {plan.cluster}, {plural(plan.num_devices, 'device')}, in {plan.dtype}")
+    for note in (*about_dtype, *plan.trained):
         say(note)
     print_table(plans)
     if shared:

@@ -75,7 +75,11 @@ def timeline(
         int | None, count("Nodes of the cluster. Default: one of a named cluster, of a file as many as it says.")
     ] = None,
     dtype: Annotated[
-        str | None, Option(help="The dtype in which the model computes. Default: bfloat16, or the measured one.")
+        str | None,
+        Option(
+            help="The dtype in which the model computes. Default: bfloat16, float16 where the cluster has none, or the "
+            "measured one."
+        ),
     ] = None,
     tensor_parallel: Annotated[
         int | None, count("With a model: devices that share every layer. Default: 1, or as measured.")

@@ -48,7 +48,7 @@ def longest_sequences(
     global_batch: int = 1,
     progress: ProgressReport | None = None,
     num_nodes: int | None = None,
-    devices_per_node: int | None = None,
+    devices: int | None = None,
     dtype: str | None = None,
     lora: Any = None,
     lora_base_precision: BasePrecision = "full",
@@ -65,7 +65,7 @@ def longest_sequences(
         cluster: the name of a shipped cluster, a file that describes one, or a Cluster.
         global_batch: sequences of a step, on all devices together.
         progress: called with the current task, how many are done, and out of how many (0 where that is unknown).
-        num_nodes, devices_per_node, dtype, lora, lora_base_precision, fused, **options: as for `slipstream.plan`.
+        num_nodes, devices, dtype, lora, lora_base_precision, fused, **options: as for `slipstream.plan`.
 
     Raises:
         SlipstreamError: for input that can't be used.
@@ -84,7 +84,7 @@ def longest_sequences(
         seq_len=most,
         dtype=dtype,
         num_nodes=num_nodes,
-        devices_per_node=devices_per_node,
+        devices=devices,
         tensor_parallel=allowed.allowed.get("tensor_parallel"),
         freeze=freeze,
         lora=lora,

@@ -37,7 +37,7 @@ from slipstream.model import (
     meta_model,
     torch_dtype,
 )
-from slipstream.number_format import BFLOAT16, BasePrecision, find_format
+from slipstream.number_format import BFLOAT16, FLOAT16, BasePrecision, find_format
 from slipstream.options import SHARED_WORK
 from slipstream.parallel import possible_sharing
 from slipstream.planner import PlanReport
@@ -55,7 +55,7 @@ def plan(
     global_batch: int,
     dtype: str | None = None,
     num_nodes: int | None = None,
-    devices_per_node: int | None = None,
+    devices: int | None = None,
     num_ranks: int | None = None,
     freeze: Sequence[str] = (),
     lora: Any = None,
@@ -74,9 +74,11 @@ def plan(
             machine has kept.
         seq_len: tokens of a sequence.
         global_batch: sequences of a step, on all devices together.
-        dtype: the dtype in which the model computes. Default: bfloat16, or with a profile the dtype that was profiled.
-        num_nodes: nodes of the cluster. Default: one of a named cluster; of a file or a Cluster as many as it says.
-        devices_per_node: devices of each node. Default: as many as the cluster has.
+        dtype: the dtype in which the model computes. Default: bfloat16, float16 where the cluster's devices have no
+            bfloat16, or with a profile the dtype that was profiled.
+        num_nodes: nodes of the cluster. Default: one of a named cluster, or where `devices` are given; else as many as
+            the file or the Cluster says.
+        devices: devices in all, an equal number of each node's. Default: all of the nodes.
         num_ranks: with a profile, the ranks of the pipeline. Default: as many processes as were profiled.
         freeze: patterns of names of parameters that aren't trained. Default: `model.freeze` of a training
             configuration.
@@ -102,7 +104,7 @@ def plan(
         seq_len=seq_len,
         dtype=dtype,
         num_nodes=num_nodes,
-        devices_per_node=devices_per_node,
+        devices=devices,
         num_ranks=num_ranks,
         tensor_parallel=allowed.allowed.get("tensor_parallel"),
         freeze=freeze,
@@ -123,7 +125,7 @@ def choose_costs(
     seq_len: int,
     dtype: str | None = None,
     num_nodes: int | None = None,
-    devices_per_node: int | None = None,
+    devices: int | None = None,
     num_ranks: int | None = None,
     tensor_parallel: Collection[int] | None = None,
     freeze: Sequence[str] = (),
@@ -153,8 +155,8 @@ def choose_costs(
             "fused with measured costs, which hold only for what was measured. Name a cluster such as h100-dgx, or "
             "leave fused out."
         )
-    if devices_per_node is not None and not _is_counted_on(cluster):
-        raise SlipstreamError(f"devices_per_node={devices_per_node} is for a cluster; with a profile give num_ranks.")
+    if devices is not None and not _is_counted_on(cluster):
+        raise SlipstreamError(f"devices={devices} is for a cluster; with a profile give num_ranks.")
     if cluster is None:
         if isinstance(model, ModelCount):
             raise SlipstreamError("a counted model needs a cluster, such as h100-dgx.")
@@ -166,23 +168,45 @@ def choose_costs(
     if num_ranks is not None:
         raise SlipstreamError(f"num_ranks={num_ranks} is for a profile; a cluster has nodes: give num_nodes.")
     assert cluster is not None
-    described = _described(cluster, num_nodes, devices_per_node)
+    described = choose_cluster(cluster, num_nodes, devices)
     return _counted_source(model, described, seq_len, dtype, freeze, lora, lora_base_precision, fused)
 
 
-def _described(cluster: str | Path | Cluster, num_nodes: int | None, devices_per_node: int | None) -> Cluster:
-    """Returns a cluster with so many nodes and devices in each; a shipped one has one node where nobody says more."""
+def choose_cluster(cluster: str | Path | Cluster, num_nodes: int | None, devices: int | None) -> Cluster:
+    """Returns a cluster with so many nodes and devices in all; the arguments are those of `slipstream.plan`.
+
+    Raises:
+        SlipstreamError: for a cluster that can't be read, and for more devices than the nodes have, or a number that
+            isn't the same on each.
+    """
     described = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
-    if num_nodes is None and cluster in SHIPPED:
+    if num_nodes is None and (devices is not None or cluster in SHIPPED):
         num_nodes = 1
     if num_nodes is not None:
         described = described.with_nodes(check_count("num_nodes", num_nodes))
-    if devices_per_node is not None:
-        described = described.with_devices(check_count("devices_per_node", devices_per_node))
+    if devices is not None:
+        described = described.with_devices(_devices_of_a_node(described, check_count("devices", devices)))
     return described
 
 
 def _is_counted_on(cluster: str | Path | Cluster | None) -> bool:
+def _devices_of_a_node(cluster: Cluster, devices: int) -> int:
+    """Returns how many devices of each node a plan has, of so many on all nodes."""
+    has, num_nodes = cluster.devices_per_node, cluster.num_nodes
+    nodes = f"a node of {cluster.name} has" if num_nodes == 1 else f"{num_nodes} nodes of {cluster.name} have"
+    if devices > cluster.num_devices:
+        enough = -(-devices // has)
+        raise SlipstreamError(
+            f"devices={devices}, but {nodes} {cluster.num_devices}. Give at most {cluster.num_devices}, or "
+            f"num_nodes={enough}, which have {enough * has}."
+        )
+    if devices % num_nodes:
+        raise SlipstreamError(
+            f"devices={devices} can't be spread evenly over num_nodes={num_nodes}. Give a multiple of {num_nodes}."
+        )
+    return devices // num_nodes
+
+
     return cluster is not None and _profile_path(cluster) is None
 
 
@@ -240,7 +264,7 @@ def _counted_source(
         if dtype not in (None, model.dtype):
             raise SlipstreamError(f"dtype={dtype!r}, but the model was counted in {model.dtype}: count it again.")
         return CountedSource(model, described, "counted model")
-    dtype = dtype or BFLOAT16.name
+    dtype = dtype or _format_of(described)
     described.device.matmul_flops(dtype)  # raises where the dtype has no peak, before the model is counted
     config = _config_for(model, seq_len)
     trained = _trained_weights(config, freeze, lora, lora_base_precision)
@@ -259,6 +283,12 @@ def _counted_source(
 
 
 def _why_head_stays_whole(config: PretrainedConfig, trains_a_part: bool) -> str:
+def _format_of(cluster: Cluster) -> str:
+    """Returns bfloat16, or float16 where that alone has a peak."""
+    peaks = cluster.device.flops
+    return FLOAT16.name if FLOAT16.name in peaks and BFLOAT16.name not in peaks else BFLOAT16.name
+
+
     """Returns why the rows of a model's head can't be spread over the ranks of a pipeline; "" where they can."""
     if trains_a_part:
         return "It is planned for models all of whose weights train."

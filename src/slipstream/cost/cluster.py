@@ -17,6 +17,7 @@ from slipstream.foreign_text import parse_json, parse_yaml, read_text
 
 SHIPPED = (
     "v100-p3.16xlarge",
+    "t4-g4dn.12xlarge",
     "a100-dgx",
     "a100-selene",
     "h100-dgx",

@@ -34,7 +34,7 @@ def clusters_named(device: str) -> Iterator[Cluster]:
     words = set(_words(device))
     for cluster in map(load_cluster, SHIPPED):
         described = _words(cluster.device.name)
-        model = next(word for word in described if re.search(r"\d{2}", word))  # `h100` of NVIDIA H100-SXM5-80GB
+        model = next(word for word in described if re.search(r"\d", word))  # `h100` of NVIDIA H100-SXM5-80GB
         if model in words and words & _LESSER == {*described} & _LESSER:
             yield cluster
 

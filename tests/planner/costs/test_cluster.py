@@ -53,8 +53,9 @@ def changed(path: str, value: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("name", SHIPPED)
 def test_shipped_descriptions_say_where_their_numbers_come_from_and_are_on_the_page(name: str) -> None:
     cluster = load_cluster(name)
-    assert (cluster.name, cluster.devices_per_node) == (name, 4 if "nvl72" in name else 8)
-    assert cluster.devices_per_domain == (72 if "nvl72" in name else 8)
+    per_node = 4 if "nvl72" in name or name.startswith("t4") else 8
+    assert (cluster.name, cluster.devices_per_node) == (name, per_node)
+    assert cluster.devices_per_domain == (72 if "nvl72" in name else per_node)
     assert len(cluster.sources) >= 2
     lines = Path(cluster_module.__file__).with_name("clusters").joinpath(f"{name}.yaml").read_text().splitlines()
     given = ("name:", "num_nodes:", "devices_per_node:", "nodes_per_domain:", "device:", "sources:", "-", "#")
@@ -74,6 +75,7 @@ def test_shipped_peaks() -> None:
     peaks = {name: (round(each.flops["float16"] / 1e12, 1), each.memory / 1e9) for name, each in found.items()}
     assert peaks == {
         "v100-p3.16xlarge": (125, 16),
+        "t4-g4dn.12xlarge": (65, 16),
         "a100-dgx": (312, 80),
         "a100-selene": (312, 80),
         "h100-dgx": (989.4, 80),

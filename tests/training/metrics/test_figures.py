@@ -295,6 +295,8 @@ def test_where_a_peak_is_kept_a_few_products_are_measured(tmp_path: Path, monkey
         ("NVIDIA H200", torch.float16, 989.4e12),
         ("Tesla V100-SXM2-32GB", torch.float16, 125e12),
         ("Tesla V100-SXM2-32GB", torch.bfloat16, None),
+        ("Tesla T4", torch.float16, 65e12),
+        ("NVIDIA T4G", torch.float16, None),
         ("NVIDIA H100 PCIe", torch.bfloat16, 756e12),
         ("NVIDIA B200", torch.bfloat16, 2250e12),
         ("NVIDIA GB200", torch.bfloat16, 2500e12),
