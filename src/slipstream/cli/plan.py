@@ -310,6 +310,8 @@ def _print(plan: PlanReport, about_dtype: Sequence[str]) -> None:
     say()
     print_table(memory)
     say()
+    if plan.simpler:
+        say(plan.simpler)
     for index, line in enumerate(reasons(plan)):
         say(("why:  " if index == 0 else "      ") + line)
     say(search_text(plan))

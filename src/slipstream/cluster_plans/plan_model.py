@@ -64,7 +64,8 @@ def plan(
     progress: ProgressReport | None = None,
     **options: Any,
 ) -> PlanReport:
-    """Returns the best configurations to train a model on a cluster, best first, as the simulator ranks them.
+    """Returns the best configurations to train a model on a cluster, as the simulator ranks them: the simplest of those
+    that take about as long as the shortest, then the others, the shorter the earlier.
 
     Args:
         model: a transformers configuration; a folder or hub name; a .json or .yaml file with a transformers

@@ -64,7 +64,8 @@ class Alternative:
 
 @dataclass(frozen=True)
 class PlanReport:
-    """The best plans for a model on a cluster, best first."""
+    """The best plans for a model on a cluster: the simplest of those that take about as long as the shortest, then the
+    others, the shorter the earlier."""
 
     model: str
     cluster: str
@@ -80,13 +81,16 @@ class PlanReport:
     num_configurations: int  # on these
     num_too_large: int  # how many of them don't fit the memory
     num_simulated: int
-    gap: float  # by which share one that was not simulated could be faster than the best, at most
+    gap: float  # by which share one that was not simulated could be faster than the shortest, at most
     seconds: float  # of the search
     notes: tuple[str, ...] = ()  # the assumptions behind the numbers
     sequence_parallel: bool = False  # whether tensor-parallel ranks share tokens, too
     fused: bool = False  # whether norms and activations are fused kernels
     refusals: Mapping[str, str] = field(default_factory=dict)  # why ranks can't share slices, or experts; by choice
     trained: tuple[str, ...] = ()  # the trained part of the model, where that isn't all
+    # Returns the seconds of the best one's step with fused kernels, where it has none and they can be counted.
+    fused_seconds: Callable[[], float] | None = None
+    simpler: str = ""  # by how much the first is longer than the shortest, and what makes it simpler, where it is
 
     @cached_property
     def _simulation(self) -> tuple[Schedule, Timeline]:
@@ -104,5 +108,5 @@ class PlanReport:
 
     @property
     def best(self) -> Prediction:
-        """The fastest plan."""
+        """The first plan: the fastest, or a simpler one that takes at most 1% longer."""
         return self.predictions[0]

@@ -268,7 +268,8 @@ def _table(plan: PlanReport) -> str:
     columns["memory"] = lambda prediction: bytes_text(prediction.peak_memory)  # the headline has the limit, too
     cells = [[text(prediction) for text in columns.values()] for prediction in plan.predictions]
     rows = [(f"plan {place}", *row) for place, row in enumerate(cells, 1)]
-    more = f"<p class='soft'>{escape(shared_text(shared))}</p>" if shared else ""
+    lines = [*([shared_text(shared)] if shared else []), *([plan.simpler] if plan.simpler else [])]
+    more = "".join(f"<p class='soft'>{escape(line)}</p>" for line in lines)
     return section("The best plans", table(["", *columns], rows, best=0) + more)
 
 

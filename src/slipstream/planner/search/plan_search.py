@@ -1,9 +1,10 @@
-"""The search for a plan: of all configurations that divide and fit, the one whose simulated step is shortest."""
+"""The search for a plan: of all configurations that divide and fit, the one whose simulated step is shortest, or one
+that is simpler and takes about as long."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from heapq import nsmallest
 from itertools import islice
@@ -29,6 +30,7 @@ from slipstream.planner.search.misfit import (
 from slipstream.planner.search.plan_space import PlanSpace
 from slipstream.planner.search.savings import copies_of, never_slower
 from slipstream.planner.search.schedule_shape import working_memory
+from slipstream.planner.search.simple_first import ABOUT_AS_LONG, may_come_first, simpler_text, simplest
 from slipstream.schedule import Schedule
 from slipstream.simulator import MemoryKind, simulate
 from slipstream.timeline import Timeline
@@ -81,6 +83,7 @@ def search_meshes(problem: ClusterProblem, progress: ProgressReport) -> PlanRepo
         candidate = run.space.evaluate(best[0].plan)
         return candidate.schedule, simulate(candidate.schedule, candidate.cost, candidate.table)
 
+    shortest = run.shortest()
     return PlanReport(
         model=source.name,
         cluster=source.hardware,
@@ -96,7 +99,7 @@ def search_meshes(problem: ClusterProblem, progress: ProgressReport) -> PlanRepo
         num_configurations=sum(frontier.num_bounded for frontier in run.frontiers),
         num_too_large=sum(frontier.num_too_large for frontier in run.frontiers) + len(run.too_large),
         num_simulated=run.num_simulated,
-        gap=run.gap(best[0]),
+        gap=run.gap(shortest),
         seconds=time.perf_counter() - began,
         notes=source.trained() + source.notes(),
         refusals={
@@ -107,6 +110,7 @@ def search_meshes(problem: ClusterProblem, progress: ProgressReport) -> PlanRepo
         trained=source.trained(),
         sequence_parallel=source.sequence_parallel and best[0].plan.tensor_parallel > 1,
         fused=source.fused,
+        simpler=simpler_text(best[0], shortest),
     )
 
 
@@ -179,35 +183,43 @@ class _PlanSearch:
                 return best, alternatives
 
     def _confirm_shortest(self) -> bool:
-        """Simulates the shortest step whole; False where that was done, or takes too long."""
-        shortest = min(self._allowed(), key=self.seconds.__getitem__, default=None)
-        if shortest not in self.extrapolated or prod(self.space.shape(shortest).counts) > _MOST_WHOLE:
+        """Simulates the shortest step whole, and that of the plan that comes first; False where that was done, or takes
+        too long."""
+        allowed = self._allowed()
+        return bool(allowed) and any(
+            map(self._simulate_whole, (min(allowed, key=allowed.__getitem__), self._first(allowed)))
+        )
+
+    def _simulate_whole(self, plan: Plan) -> bool:
+        if plan not in self.extrapolated or prod(self.space.shape(plan).counts) > _MOST_WHOLE:
             return False
-        self.extrapolated.remove(shortest)
-        del self.seconds[shortest]
-        if self.space.fits(candidate := self.space.evaluate(shortest)):
-            self.seconds[shortest] = candidate.seconds
+        self.extrapolated.remove(plan)
+        self.known.pop(plan, None)
+        del self.seconds[plan]
+        if self.space.fits(candidate := self.space.evaluate(plan)):
+            self.seconds[plan] = candidate.seconds
         else:
-            self.too_large.add(shortest)
+            self.too_large.add(plan)
         return True
 
     def simulate_promising(self) -> None:
-        """Simulates in the order of the bounds until the next configuration can't be among the best.
+        """Simulates in the order of the bounds until the next configuration can't be among the best, nor come first as
+        a simpler one.
 
-        Those whose like took so much longer than their bounds that they would not be among the best come last.
+        Those whose like took so much longer than their bounds that they would not be reported come last.
         """
         for bound, plan in self.frontier.starting(self.reached):
-            if (self._is_limited and self.seconds) or bound >= self._worst_reported():
+            if (self._is_limited and self.seconds) or bound >= max(self._worst_reported(), self._about_as_long()):
                 break
             self.reached += 1
             expected = bound * self.over_bound.get(_kind(plan), 1.0)
-            if expected < self._worst_reported():
+            if expected < self._longest_wanted(plan):
                 self._simulate_bounded(bound, plan)
             else:
                 self.postponed.add(expected, (bound, plan))
         while not self._is_limited and (next_one := self.postponed.next_below(inf)):
             _, (bound, plan) = next_one
-            if bound < self._worst_reported():
+            if bound < self._longest_wanted(plan):
                 self._simulate_bounded(bound, plan)
 
     def _simulate_bounded(self, bound: float, plan: Plan) -> None:
@@ -222,7 +234,7 @@ class _PlanSearch:
         allows = self.space.options.allows
         here = (plan for plan in self.seconds if allows("context", plan.context))
         for start in promising(sorted(here, key=self.seconds.__getitem__)):
-            best = min(map(self.seconds.__getitem__, self._allowed()), default=inf)
+            best = min(self._allowed().values(), default=inf)
             # An order that was found regardless of copies to the host is hardly ever the best beside them.
             if start.offload and best < inf:
                 continue
@@ -263,6 +275,15 @@ class _PlanSearch:
         best = nsmallest(wanted, self.seconds.values())
         return best[-1] if len(best) == wanted else inf
 
+    def _about_as_long(self) -> float:
+        """Returns the seconds within which a simpler configuration comes first."""
+        return (1 + ABOUT_AS_LONG) * min(self.seconds.values(), default=inf)
+
+    def _longest_wanted(self, plan: Plan) -> float:
+        """Returns the seconds that a configuration must beat to be reported, as one of the best or as a simpler one."""
+        worst, simple = self._worst_reported(), self._about_as_long()
+        return simple if worst < simple and may_come_first(plan, self.seconds) else worst
+
     def simulate(self, plan: Plan) -> float | None:
         """Returns the step's seconds; None where it doesn't fit, or where another one fits that is never slower."""
         if plan in self.seconds:
@@ -287,13 +308,30 @@ class _PlanSearch:
         return candidate
 
     def predictions(self) -> Iterator[Prediction]:
-        """Yields the simulated ones, best first."""
-        yield from map(self.prediction, sorted(self._allowed(), key=self.seconds.__getitem__))
+        """Yields the simulated ones: the simplest of those that take about as long as the shortest, then the others,
+        the shorter the earlier."""
+        if allowed := self._allowed():
+            first = self._first(allowed)
+            others = (plan for plan in sorted(allowed, key=allowed.__getitem__) if plan is not first)
+            yield from map(self.prediction, (first, *others))
 
-    def _allowed(self) -> list[Plan]:
-        """Returns the simulated ones whose schedule and head may be chosen: joint searches start from any."""
+    def _first(self, allowed: Mapping[Plan, float]) -> Plan:
+        return simplest(allowed, lambda plan: self.prediction(plan).peak_memory)
+
+    def shortest(self) -> Prediction:
+        """Returns the simulated one with the shortest step."""
+        allowed = self._allowed()
+        return self.prediction(min(allowed, key=allowed.__getitem__))
+
+    def _allowed(self) -> dict[Plan, float]:
+        """Returns the steps of the simulated ones whose schedule and head may be chosen: joint searches start from
+        any."""
         allows = self.space.options.allows
-        return [c for c in self.seconds if allows("schedule", c.schedule_name) and allows("vocabulary", c.vocabulary)]
+        return {
+            plan: seconds
+            for plan, seconds in self.seconds.items()
+            if allows("schedule", plan.schedule_name) and allows("vocabulary", plan.vocabulary)
+        }
 
     def prediction(self, plan: Plan) -> Prediction:
         """Returns the prediction of a simulated configuration."""
@@ -303,9 +341,10 @@ class _PlanSearch:
             self.known[plan] = self.space.predict(make(plan))
         return self.known[plan]
 
-    def gap(self, best: Prediction) -> float:
-        """Returns by which share of the best step the most promising configuration left could be faster, at most."""
-        return max(0.0, 1 - self._least_left() / best.step_seconds)
+    def gap(self, shortest: Prediction) -> float:
+        """Returns by which share of the shortest step the most promising configuration left could be faster, at
+        most."""
+        return max(0.0, 1 - self._least_left() / shortest.step_seconds)
 
     def _least_left(self) -> float:
         """Returns the least bound of the configurations that weren't tried."""
