@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 from html import unescape
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,17 +18,20 @@ import slipstream
 from slipstream.cli.plan import plan as command
 from slipstream.cli.plan import training_lines
 from slipstream.cluster_plans.described_model import DescribedModel
+from slipstream.cluster_plans.gpus_here import gpus_here
 from slipstream.cluster_plans.plan_file import plan_settings, write_plan_file
 from slipstream.cluster_plans.plan_model import choose_cluster, choose_costs
 from slipstream.cost import Degrees, MeasuredCosts, ProfileSource, load_cluster, load_profile
 from slipstream.errors import SlipstreamError
-from slipstream.planner.report import reasons
+from slipstream.machine_memory import machine_memory
+from slipstream.planner.report import fused_advice, reasons
 from slipstream.planner.search import PlanOptions
 from slipstream.planner.search.plan_space import PlanSpace
 from slipstream.profile import ProfileSettings, profile_model
 from slipstream.profile.cost_cache import CostCache
 from slipstream.schedule import COMMUNICATION, Schedule
 from slipstream.train.config import load_config
+from slipstream.train.recorded_plan import fused_advice_of
 from slipstream.units import bytes_text, count_text, seconds_text
 from support.architectures import ARCHITECTURES, llama
 from support.forked import slipstream_command
@@ -176,6 +180,29 @@ def test_python_takes_what_the_command_takes(model: Path, cluster: Path, tmp_pat
     pinned = {"pipeline_parallel": 8, "schedule": "1f1b", "recompute": "none", "offload": 0.0}
     counted = slipstream.plan(MODEL, "h100-dgx", seq_len=4096, global_batch=8, **pinned)  # one node of a named cluster
     assert counted.num_devices == 8
+
+
+def test_what_fused_kernels_would_gain_is_said(
+    model: Path, cluster: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the command and, of its plan file, by a training. Kernels between products take long on a slow memory."""
+    cluster.write_text(yaml.safe_dump(CLUSTER | {"device": CLUSTER["device"] | {"memory_bandwidth": 1e8}}))
+    few: dict[str, Any] = {"devices": 1, "num_slices": "1", "offload": "0", "recompute": "none", "microbatch_size": "1"}
+    plain = plan_file(model, cluster, tmp_path / "plain.yaml", **few)["plan"]["predicted"]
+    shown = capsys.readouterr().out
+    fused = plan_file(model, cluster, tmp_path / "fused.yaml", **few, fused=True)["plan"]["predicted"]
+    gain = plain["fused_gain"]
+    assert gain == pytest.approx(1 - fused["step_seconds"] / plain["step_seconds"], abs=1e-5)
+    assert gain > 0.02
+    assert f"the step would be {gain:.1%} shorter: add --fused\n" in shown
+    assert "fused_gain" not in fused
+    assert "shorter: add" not in capsys.readouterr().out
+    given = "--data.corpus=python-stdlib", "--training.output=x", "--training.steps=1"
+    advice = fused_advice_of(load_config(tmp_path / "plain.yaml", [*given]))
+    assert advice.endswith(f"would be {gain:.1%} shorter: add --runtime.fused=true")
+    assert not fused_advice_of(load_config(tmp_path / "plain.yaml", [*given, "--runtime.fused=true"]))
+    assert not fused_advice_of(load_config(tmp_path / "fused.yaml", [*given]))
+    assert not fused_advice(0.0199, "--fused")
 
 
 # --- the plan file ---------------------------------------------------------------------------------------------------
@@ -530,7 +557,10 @@ def test_devices_are_those_of_one_node_unless_more_nodes_are_given(tmp_path: Pat
             choose_cluster("a100-selene", num_nodes, devices)
     (tmp_path / "profile.json").write_text("{}")
     for profile in (None, tmp_path / "profile.json"):
-        with pytest.raises(SlipstreamError, match="devices=2 is for a cluster; with a profile give num_ranks"):
+        with pytest.raises(
+            SlipstreamError,
+            match="devices=2 is for a cluster: name one, such as h100-dgx",
+        ):
             slipstream.plan(llama(), profile, seq_len=SEQ_LEN, global_batch=4, devices=2)
 
 
@@ -622,3 +652,35 @@ def test_errors_end_with_code_2(model: Path, tmp_path: Path) -> None:
     assert result.returncode == 2
     assert result.stderr.splitlines()[-1].startswith("error: cluster='nowhere' is not known")
     assert not output.exists()
+
+
+def test_without_a_cluster_and_kept_costs_this_machines_gpus_are_planned_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of which there is none here: what torch says of two is put in its place."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    names = ["Tesla T4", "Tesla T4"]
+    monkeypatch.setattr("torch.cuda.device_count", lambda: len(names))
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda index=0: names[index])
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: SimpleNamespace(total_memory=15e9))
+    settings: dict[str, Any] = {"seq_len": SEQ_LEN, "global_batch": 2, "schedule": "1f1b", "num_slices": 1}
+    for asked, number in (
+        ({}, 2),
+        ({"devices": 1}, 1),
+        ({"fused": True}, 2),
+        ({"freeze": ["model.embed_tokens.*"]}, 2),
+    ):
+        found = slipstream.plan(llama(), **settings, **asked)
+        assert (found.cluster, found.num_devices, found.dtype) == ("2 of Tesla T4", number, "float16")
+        assert found.best.memory_limit == pytest.approx(0.95 * 15e9)
+    here = gpus_here()
+    assert here is not None
+    assert here.device.host_memory == pytest.approx(machine_memory().usable / 2)
+    with pytest.raises(SlipstreamError, match="has no costs of this model"):
+        slipstream.plan(llama(), **settings, num_ranks=2)
+    names[:] = ["NVIDIA GeForce GTX 1080"]
+    with pytest.raises(SlipstreamError, match=r"such as h100-dgx\. What NVIDIA GeForce GTX 1080 can do isn't known"):
+        slipstream.plan(llama(), **settings)
+    names[:] = ["Tesla T4", "NVIDIA L40S"]
+    with pytest.raises(SlipstreamError, match="What NVIDIA L40S and Tesla T4 can do isn't known"):
+        slipstream.plan(llama(), **settings)

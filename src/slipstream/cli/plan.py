@@ -34,7 +34,7 @@ def plan(
         str | None,
         Argument(
             help="A cluster's name or file (.yaml), or a measured profile (.json). "
-            "Default: what runs on this machine have measured.",
+            "Default: what runs on this machine have measured, else its GPUs.",
             show_default=False,
         ),
     ] = None,
@@ -148,8 +148,8 @@ def plan(
 
 def _launcher(plan: PlanReport, cluster: str | None, num_nodes: int | None, devices: int | None) -> str:
     """Returns the words between "to train" and the command's arguments, for one machine or several."""
-    nodes = 1
-    # A profile's processes are on one machine.
+    # A profile's processes are on one machine, and so are the GPUs here.
+    nodes = num_nodes or 1
     if cluster is not None and not _is_profile(cluster):
         from slipstream.cluster_plans.plan_model import choose_cluster
 
@@ -195,6 +195,7 @@ def _run(
     with spinner("counting the model's operations") as change:
         from slipstream.cluster_plans.described_model import DescribedModel
         from slipstream.cluster_plans.plan_model import plan as find_plan
+        from slipstream.planner.report import fused_advice
 
         def show(what: str, done: int, total: int) -> None:
             change(f"{what}: {done:,}" + (f" of at most {total:,}" if total else ""))
@@ -203,7 +204,9 @@ def _run(
         if described.lora is not None:
             settings |= _adapter_settings(described.lora, described.section)
         best_plan = find_plan(described, cluster, progress=show, **settings)
-    _print(best_plan, _dtype_lines(best_plan, cluster, settings["dtype"]))
+        change("counting fused operations")
+        fused = fused_advice(best_plan.fused_gain, "--fused")
+    _print(best_plan, _dtype_lines(best_plan, cluster, settings["dtype"]), fused)
     write_plan_file(best_plan, described.section, output, described.lora)
     if report is not None:
         from slipstream.planner.report import write_report
@@ -218,10 +221,12 @@ def _print_longest(model: str, cluster: str | None, num_ranks: int | None, num_b
     from rich.table import Table
 
     from slipstream.cluster_plans.described_model import DescribedModel
+    from slipstream.cluster_plans.gpus_here import gpus_here
     from slipstream.cluster_plans.longest import longest_sequences
     from slipstream.units import bytes_text, seconds_text
 
-    if cluster is None or _is_profile(cluster) or num_ranks is not None:
+    hardware = gpus_here() if cluster is None else cluster
+    if hardware is None or _is_profile(cluster) or num_ranks is not None:
         raise SlipstreamError("--longest needs a cluster, whose memory is known: give its name, such as h100-dgx.")
     columns = "saved by", "longest sequence", "step", "memory", "host memory", "plan"
     table = Table(*columns, box=SIMPLE_HEAD, pad_edge=False)
@@ -234,7 +239,7 @@ def _print_longest(model: str, cluster: str | None, num_ranks: int | None, num_b
             change(f"{what}: {done:,}" + (f" of at most {total:,}" if total else ""))
 
         notes: list[str] = []
-        for found in longest_sequences(described, cluster, progress=show, **settings):
+        for found in longest_sequences(described, hardware, progress=show, **settings):
             cells = [found.savings or "nothing", f"{found.tokens:,} tokens" if found.tokens else "nothing fits"]
             if found.report is not None:
                 best = found.report.best
@@ -278,7 +283,7 @@ def _is_profile(cluster: str | None) -> bool:
     return cluster is not None and cluster.endswith(".json")
 
 
-def _print(plan: PlanReport, about_dtype: Sequence[str]) -> None:
+def _print(plan: PlanReport, about_dtype: Sequence[str], fused: str) -> None:
     from slipstream.planner.report import (
         cut_lines,
         legend_text,
@@ -305,15 +310,17 @@ def _print(plan: PlanReport, about_dtype: Sequence[str]) -> None:
     if shared:
         say(shared_text(shared))
     say("Computed, not measured: each step was simulated. " + legend_text(columns))
+    if plan.simpler:
+        say(plan.simpler)
     for line in cut_lines(plan.best):
         say(line)
     say()
     print_table(memory)
     say()
-    if plan.simpler:
-        say(plan.simpler)
     for index, line in enumerate(reasons(plan)):
         say(("why:  " if index == 0 else "      ") + line)
+    if fused:
+        say(fused)
     say(search_text(plan))
 
 

@@ -65,7 +65,8 @@ def timeline(
     cluster: Annotated[
         str | None,
         Option(
-            help="With a model: a cluster's name or file (.yaml). Default: what runs on this machine have measured."
+            help="With a model: a cluster's name or file (.yaml). Default: what runs on this machine have measured, "
+            "else its GPUs."
         ),
     ] = None,
     seq_len: Annotated[

@@ -32,6 +32,8 @@ def write_plan_file(report: PlanReport, model: dict[str, Any], path: Path, lora:
     if isinstance(order, Schedule):
         schedule_file(path).write_text(f"{order}\n", encoding="utf-8")
     settings = plan_settings(report, model, schedule_file(path).name) | ({} if lora is None else {"lora": lora})
+    if report.fused_gain:
+        settings["plan"]["predicted"]["fused_gain"] = rounded(report.fused_gain)
     path.write_text(plan_text(settings, path, "slipstream plan"), encoding="utf-8")
 
 
@@ -62,7 +64,7 @@ def plan_settings(report: PlanReport, model: dict[str, Any], order: str) -> dict
 
 
 def _predicted(report: PlanReport) -> dict[str, Any]:
-    """Returns the predictions and their basis, which training doesn't read."""
+    """Returns the predictions and their basis."""
     best = report.best
     return {
         "model": report.model,

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from transformers import PretrainedConfig
 
 from slipstream.cluster_plans.described_model import DescribedModel
+from slipstream.cluster_plans.gpus_here import gpu_names, gpus_here
 from slipstream.cost import (
     SHIPPED,
     Cluster,
@@ -40,10 +43,10 @@ from slipstream.model import (
 from slipstream.number_format import BFLOAT16, FLOAT16, BasePrecision, find_format
 from slipstream.options import SHARED_WORK
 from slipstream.parallel import possible_sharing
-from slipstream.planner import PlanReport
+from slipstream.planner import Plan, PlanReport
 from slipstream.planner.find_plan import find_plan
 from slipstream.planner.progress import ProgressReport, untold
-from slipstream.planner.search import ClusterProblem, PlanOptions, check_count
+from slipstream.planner.search import ClusterProblem, PlanOptions, PlanSpace, check_count
 from slipstream.profile import count_model, identify_model, newest_costs
 
 
@@ -72,7 +75,8 @@ def plan(
             configuration, or a training configuration with a `model` section; a described or a counted model.
         cluster: the name of a shipped cluster, a file that describes one, a Cluster, or a file that `slipstream
             profile` wrote, whose measurements are then used instead. None: the newest measurements that a run on this
-            machine has kept.
+            machine has kept; without any, or where they can't serve, this machine's GPUs as a shipped cluster
+            describes them.
         seq_len: tokens of a sequence.
         global_batch: sequences of a step, on all devices together.
         dtype: the dtype in which the model computes. Default: bfloat16, float16 where the cluster's devices have no
@@ -99,7 +103,10 @@ def plan(
     allowed = PlanOptions(**options)
     for name, value in {"seq_len": seq_len, "global_batch": global_batch}.items():
         check_count(name, value)
-    source = choose_costs(
+    if not isinstance(model, (DescribedModel, ModelCount)):
+        model = DescribedModel(model)
+    find_source = partial(
+        choose_costs,
         model,
         cluster,
         seq_len=seq_len,
@@ -111,9 +118,19 @@ def plan(
         freeze=freeze,
         lora=lora,
         lora_base_precision=lora_base_precision,
-        fused=fused,
     )
-    return find_plan(ClusterProblem(source, seq_len, global_batch, allowed), progress or untold)
+    source = find_source(fused=fused)
+    problem = ClusterProblem(source, seq_len, global_batch, allowed)
+    report = find_plan(problem, progress or untold)
+    if isinstance(model, ModelCount) or isinstance(source, ProfileSource) or fused:
+        return report
+    return replace(report, fused_seconds=partial(_fused_seconds, report.best.plan, problem, find_source))
+
+
+def _fused_seconds(plan: Plan, problem: ClusterProblem, find_source: Callable[..., CostSource]) -> float:
+    """Returns the seconds of a plan's step with fused kernels, for which the model's operations are counted again."""
+    space = PlanSpace(find_source(fused=True), problem.seq_len, problem.global_batch, problem.options)
+    return space.evaluate_in_part(plan).seconds
 
 
 Model: TypeAlias = str | Path | PretrainedConfig | DescribedModel | ModelCount
@@ -145,6 +162,9 @@ def choose_costs(
         model = DescribedModel(model)
     if isinstance(model, DescribedModel):
         freeze = freeze or model.freeze
+    is_counted = isinstance(model, ModelCount) or freeze or lora is not None or fused or num_nodes or devices
+    if cluster is None and is_counted and num_ranks is None:
+        cluster = gpus_here()
     if (freeze or lora is not None) and not _is_counted_on(cluster):
         setting = "lora" if lora is not None else f"freeze={[*freeze]}"
         raise SlipstreamError(
@@ -157,12 +177,21 @@ def choose_costs(
             "leave fused out."
         )
     if devices is not None and not _is_counted_on(cluster):
-        raise SlipstreamError(f"devices={devices} is for a cluster; with a profile give num_ranks.")
+        raise SlipstreamError(
+            f"devices={devices} is for a cluster: name one, such as h100-dgx. With a profile give num_ranks."
+        )
     if cluster is None:
         if isinstance(model, ModelCount):
             raise SlipstreamError("a counted model needs a cluster, such as h100-dgx.")
-        profile = newest_costs(_config_for(model, seq_len), seq_len, dtype, num_ranks, tensor_parallel)
-        return _profile_source(model, profile, seq_len, dtype, num_nodes, num_ranks)
+        config = _config_for(model, seq_len)
+        try:
+            profile = newest_costs(config, seq_len, dtype, num_ranks, tensor_parallel)
+        except SlipstreamError as error:
+            cluster = gpus_here() if num_ranks is None else None
+            if cluster is None:
+                raise SlipstreamError(f"{error}{_about_gpus_here()}") from None
+        else:
+            return _profile_source(model, profile, seq_len, dtype, num_nodes, num_ranks)
     path = _profile_path(cluster)
     if path is not None:
         return _profile_source(model, load_profile(path), seq_len, dtype, num_nodes, num_ranks)
@@ -171,6 +200,14 @@ def choose_costs(
     assert cluster is not None
     described = choose_cluster(cluster, num_nodes, devices)
     return _counted_source(model, described, seq_len, dtype, freeze, lora, lora_base_precision, fused)
+
+
+def _about_gpus_here() -> str:
+    """Returns what is missing to plan for this machine's GPUs; "" where there are none."""
+    names = sorted({*gpu_names()})
+    if not names:
+        return ""
+    return f" What {' and '.join(names)} can do isn't known: to plan for them here, describe them in a file (.yaml)."
 
 
 def choose_cluster(cluster: str | Path | Cluster, num_nodes: int | None, devices: int | None) -> Cluster:
@@ -190,7 +227,6 @@ def choose_cluster(cluster: str | Path | Cluster, num_nodes: int | None, devices
     return described
 
 
-def _is_counted_on(cluster: str | Path | Cluster | None) -> bool:
 def _devices_of_a_node(cluster: Cluster, devices: int) -> int:
     """Returns how many devices of each node a plan has, of so many on all nodes."""
     has, num_nodes = cluster.devices_per_node, cluster.num_nodes
@@ -208,6 +244,7 @@ def _devices_of_a_node(cluster: Cluster, devices: int) -> int:
     return devices // num_nodes
 
 
+def _is_counted_on(cluster: str | Path | Cluster | None) -> bool:
     return cluster is not None and _profile_path(cluster) is None
 
 
@@ -283,13 +320,13 @@ def _counted_source(
     return CountedSource(count, described, model.name, shares_tokens, fused, refusals)
 
 
-def _why_head_stays_whole(config: PretrainedConfig, trains_a_part: bool) -> str:
 def _format_of(cluster: Cluster) -> str:
     """Returns bfloat16, or float16 where that alone has a peak."""
     peaks = cluster.device.flops
     return FLOAT16.name if FLOAT16.name in peaks and BFLOAT16.name not in peaks else BFLOAT16.name
 
 
+def _why_head_stays_whole(config: PretrainedConfig, trains_a_part: bool) -> str:
     """Returns why the rows of a model's head can't be spread over the ranks of a pipeline; "" where they can."""
     if trains_a_part:
         return "It is planned for models all of whose weights train."

@@ -28,6 +28,7 @@ from slipstream.planner import OPEN, Plan, placement_of
 from slipstream.planner.cuts import Cuts
 from slipstream.planner.joint import JointPlan
 from slipstream.planner.ragged import StageRates
+from slipstream.planner.report import fused_advice
 from slipstream.schedule import AUTOMATIC, SCHEDULES, USUAL_SCHEDULE, Schedule, placed_as
 from slipstream.train.config import DECIDED_BY_PLAN, Config
 from slipstream.train.data import BatchSize, TrainingSequences
@@ -69,6 +70,15 @@ def plan_obstacle(config: Config) -> str:
         instead = "plans each step by multiplications, not by measured times"
     settings = ", ".join(f"{name}={value}" for name in choices if (value := getattr(pipeline, name)) is not None)
     return f"{' and '.join(names)} {are} given, so the run {instead}: {settings}. Leave {them} out for a plan."
+
+
+def fused_advice_of(config: Config) -> str:
+    """Returns what fused kernels would gain by the account of the plan file that the configuration comes from, and what
+    to type; "" where that is little or unknown, and where they run already."""
+    gain = config.plan.predicted.get("fused_gain")
+    if config.runtime.fused or not isinstance(gain, float):
+        return ""
+    return fused_advice(gain, "--runtime.fused=true")
 
 
 def is_open(config: Config) -> bool:

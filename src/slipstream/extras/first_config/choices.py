@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
+from slipstream.cluster_plans.gpus_here import gpus_here
 from slipstream.cluster_plans.plan_file import plan_settings
 from slipstream.cluster_plans.plan_model import plan
 from slipstream.cost import (
@@ -19,17 +20,16 @@ from slipstream.cost import (
     CPU_RATES,
     GPU_LINK,
     GPU_RATES,
-    SHIPPED,
     Cluster,
     Device,
-    load_cluster,
 )
 from slipstream.errors import SlipstreamError
 from slipstream.extras.first_config.data import DataSizes
 from slipstream.options import Memory, Record, Runtime
 from slipstream.planner import PlanReport
+from slipstream.profile import newest_costs
 from slipstream.train.config.sections import ParallelSection
-from slipstream.train.metrics.flops import measure_peak, peak_by_name
+from slipstream.train.metrics.flops import measure_peak
 
 _LONGEST = 8192  # tokens; a model may take more, but few machines do
 _SHORTEST = 256
@@ -205,7 +205,8 @@ def _fastest(
     """Returns the fastest plan for all devices, their half, and so on, and why there is none."""
     options: dict[str, Any] = {**_QUICK, **training, "dtype": dtype}
     with suppress(SlipstreamError):
-        # The plan uses a run's measurements on this machine.
+        newest_costs(model_config, training["seq_len"], dtype)
+        # The plan uses these measurements of a run on this machine.
         return plan(model_config, None, **options), ""
     plans, problems = [], []
     for num_devices in _halves(machine.devices_per_node):
@@ -240,13 +241,12 @@ def dtype_here() -> str:
 
 
 def _gpus(number: int) -> Cluster:
+    kind = dtype_here()
+    described = gpus_here()
+    if described is not None and kind in described.device.flops:
+        return described
     memory = float(torch.cuda.get_device_properties(0).total_memory)
     name = torch.cuda.get_device_name(0)
-    kind = dtype_here()
-    for shipped in map(load_cluster, SHIPPED):
-        if (peak := peak_by_name(name, getattr(torch, kind))) and shipped.device.name in peak.source:
-            device = replace(shipped.device, memory=memory)
-            return replace(shipped, name=f"{number} of {name}", num_nodes=1, devices_per_node=number, device=device)
     measured = measure_peak(torch.device("cuda"), getattr(torch, kind)).flops
     device = Device(name, {kind: measured}, memory, matmul_efficiency=ASSUMED_EFFICIENCY, **GPU_RATES)
     return Cluster(f"{number} of {name}", device, 1, number, GPU_LINK, GPU_LINK)

@@ -307,7 +307,8 @@ class PlanSection(Record):
     """The facts in a plan file besides its settings."""
 
     predicted: dict[str, Any] = Field(default={})
-    """What the plan was made for: machine, seconds of a step, memory, versions. Training doesn't read it."""
+    """What the plan was made for: machine, seconds of a step, memory, versions. Training reads nothing of it but what
+    fused kernels would gain, which it repeats."""
     rates: dict[str, Any] | None = None
     """With `data.packing: none`: the measured costs of the stages, from which each step is planned."""
     open: list[Literal["pp", "dp", "cp", "tp", "microbatches"]] = Field(default=[])

@@ -22,7 +22,7 @@ from slipstream.train.preflight.resumed_run import check_resume, find_saved
 from slipstream.train.preflight.run_inputs import RunInputs
 from slipstream.train.preflight.smaller_meshes import check_smaller_meshes
 from slipstream.train.preflight.text_preparation import add_vocabulary, check_amount, check_sample, prepare_text
-from slipstream.train.recorded_plan import plan_obstacle
+from slipstream.train.recorded_plan import fused_advice_of, plan_obstacle
 from slipstream.train.reference import check_reference
 
 
@@ -62,6 +62,8 @@ def preflight(config: Config, progress: Progress) -> RunInputs:
         progress.say(f"dropout ({rates}) is off under preferences; --preference.dropout=true turns it on")
     if not is_finished and (reason := plan_obstacle(config)):
         progress.say(reason)
+    if not is_finished and (advice := fused_advice_of(config)):
+        progress.say(advice)
     return RunInputs(config, files, text, is_finished, new_tokens)
 
 
