@@ -11,7 +11,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 # Where it is set, each of the many processes would compile all of the source again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo demo-chat test test-more test-all check lint types imports bench exactness docs clean
+.PHONY: install demo demo-chat test test-all check lint types imports bench exactness docs clean
 
 install: $(INSTALLED)
 
@@ -40,11 +40,7 @@ PYTEST = $(ONE_THREAD) $(BIN)/python $(RUN_TESTS)
 test: $(INSTALLED)
 	$(PYTEST) -m "not more and not grid" --hypothesis-profile=thin $(TWO_WORKERS)
 
-# What `make test` leaves out: further combinations.
-test-more: $(INSTALLED)
-	$(PYTEST) -m "more and not grid" --hypothesis-profile=thin $(TWO_WORKERS)
-
-# Both of them, in one run.
+# The same and further combinations, in one run: tests of one file share what its fixtures have started.
 test-all: $(INSTALLED)
 	$(PYTEST) -m "not grid" --hypothesis-profile=thin $(TWO_WORKERS)
 

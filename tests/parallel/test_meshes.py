@@ -37,7 +37,7 @@ def cases(
     grid: Collection[str] = (),
     chosen: Collection[str] | None = None,
 ) -> list[Any]:
-    """A row for each case of a program; `make test` leaves some out, and `make test-more` those of `grid` too."""
+    """A row for each case of a program; `make test` leaves some out, and `make test-all` those of `grid`."""
     name = program.__name__.rpartition(".")[2]
     return [
         pytest.param(
@@ -75,7 +75,7 @@ CONTEXT = {
     "refused",
 }
 CONTEXT |= {"pp2 cp2, heads, gpt_oss", "values", "on the host, keys, gpt_oss"}
-# `make test-more` has each of these with the other exchange.
+# `make test-all` has each of these with the other exchange.
 OTHER_EXCHANGE = {f"{kind}, {title}" for kind, (title, *_) in zip(cycle(context.KINDS), context.PER_KIND, strict=False)}
 # Others have what these have: a plan, split backwards, sharded states, sequences, experts.
 OF_FOUR = {"auto", "zb-h1", "sharded optimizer", "sequences", "qwen3_moe"}

@@ -27,7 +27,7 @@ ROPES = ("llama, dynamic rope", "phi3, longrope")
 def rows(
     program: str, num_processes: int, first: Sequence[str] = (), more: Sequence[str] = (), grid: Sequence[str] = ()
 ) -> list[Any]:
-    """A row for each case of a program; `make test` runs the first ones, `make test-more` those of `more`."""
+    """A row for each case of a program; `make test` runs the first ones, `make test-all` those of `more`."""
     marks: list[tuple[Sequence[str], list[Any]]] = [(first, []), (more, [pytest.mark.more]), (grid, [pytest.mark.grid])]
     return [
         pytest.param(program, num_processes, case, marks=mark, id=f"{program} {num_processes}-{case}")

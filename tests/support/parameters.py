@@ -1,4 +1,4 @@
-"""Parameters of tests: which combinations `make test` runs, and which it leaves to `make test-more` and others."""
+"""Parameters of tests: which combinations `make test` runs, and which it leaves to `make test-all` and others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def each_once(rows: Iterable[Any], columns: Iterable[Any], count: int | None = N
     """Every combination of a row and a column; `make test` runs each row and each column at least once.
 
     A row or column of several parameters is a tuple. With a `count`, `make test` runs the first ones alone and `make
-    test-more` each other row and column once. `make exactness` runs the other combinations.
+    test-all` each other row and column once. `make exactness` runs the other combinations.
     """
     rows, columns = list(rows), list(columns)
     places = list(product(range(len(rows)), range(len(columns))))

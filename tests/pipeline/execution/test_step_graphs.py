@@ -43,7 +43,7 @@ CUTS: Mapping[str, Mapping[str, Any]] = {
     "zb-v": {"schedule": "zb-v", "stages_per_rank": 2, "partition": [1] * 4},
     "gpipe, half offloaded, recomputed": {"schedule": "gpipe", "offload": 0.5, "recompute": "full"},
     "zb-h1, offloaded, selective": {"schedule": "zb-h1", "offload": 1.0, "recompute": "selective"},
-    # What these don't have together already, `make test-more` has.
+    # What these don't have together already, `make test-all` has.
     "interleaved": {"schedule": "interleaved-1f1b", "stages_per_rank": 2, "partition": [1] * 4, "recompute": 1},
     "zb-h1, all recomputed": {"schedule": "zb-h1", "recompute": "full"},
     "1f1b, selective": {"schedule": "1f1b", "recompute": "selective"},
@@ -57,7 +57,7 @@ ON_A_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), r
 def named(
     names: Sequence[str], cuts: Mapping[str, Mapping[str, Any]], num_cuts: int | None = None
 ) -> pytest.MarkDecorator:
-    """Every architecture with every cut; `make test` runs a few, `make test-more` each of the first ones."""
+    """Every architecture with every cut; `make test` runs a few, `make test-all` each of the first ones."""
     parts = [*islice(cuts, num_cuts)], [*islice(cuts, num_cuts or len(cuts), None)]
     ids = [f"{name}-{cut}" for part in parts for name in names for cut in part]
     first, rest = ([cuts[each] for each in part] for part in parts)

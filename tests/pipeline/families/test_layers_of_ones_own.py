@@ -57,7 +57,7 @@ def test_two_ranks_of_one_process(way: Way) -> None:
     ids=lambda given: getattr(given, "name", given),
 )
 def test_two_processes(way: Way, every: int) -> None:
-    """Each rank says the same: a refusal reaches all of them. `make test-more` has one case in four."""
+    """Each rank says the same: a refusal reaches all of them. `make test-all` has one case in four."""
     ended = launch(2, WORKERS / "pipeline/own_layers.py", str(way.slices), way.recompute, str(every))
     assert ended.returncode == 0, ended.stderr[-3000:]
     told = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("[")]

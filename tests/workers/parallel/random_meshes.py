@@ -16,7 +16,7 @@ from slipstream.model.toy import float64_masks, quiet_transformers
 from support.parallel.group_cases import Case, run_cases
 
 # By the number of processes. `make test` has a mesh of two and three of four: ranks that share slices, layers and
-# experts, and experts that two ranks have each; `make test-more` has the others. `make exactness` draws two hundred.
+# experts, and experts that two ranks have each; `make test-all` has the others. `make exactness` draws two hundred.
 AT_ONCE = {"mesh-10", "mesh-17", "mesh-18", "mesh-48"}
 OF_TWO = (18, 42, 47, 57, 118, 335)
 OF_FOUR = (10, 17, 48, 11, 31, 50, 51, 60, 113, 150, 187, 226, 353, 387)
