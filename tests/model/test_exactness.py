@@ -32,8 +32,10 @@ from support.architectures import (
 )
 from support.exact_steps import exact_pipe
 from support.examples import examples
+from support.hybrids import HYBRIDS
 from support.parameters import each_once, first_of
 from support.pipelines import make_pipe
+from support.unusual_layers import OWN_ATTENTION
 
 SLICES = [5, 30, 17, 12]
 
@@ -49,7 +51,17 @@ def test_gradients_are_those_of_the_unsplit_model(name: str, num_stages: int) ->
 _ROUNDS_INSIDE = {"gemma2", "gemma3"}
 
 
-@pytest.mark.parametrize("name", first_of(ARCHITECTURES, 2))
+# Norms, experts and ropes of other kinds than the first two have.
+OTHER_ROUNDINGS = ["gemma2", "qwen2_moe", "phi3, longrope"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *first_of([*list(ARCHITECTURES)[:2], *OTHER_ROUNDINGS], 2),
+        *first_of([name for name in list(ARCHITECTURES)[2:] if name not in OTHER_ROUNDINGS], 0, "grid"),
+    ],
+)
 def test_the_models_own_roundings_are_all_that_differs(name: str) -> None:
     """The same without touching the model's casts: nothing else in the code path depends on the comparison above."""
     model = build(ARCHITECTURES[name])
@@ -136,8 +148,8 @@ FEATURES = {
 }
 
 
-# Of these `make test` checks the same feature, by the self-check and against the unsplit model: see test_exactness.
-ELSEWHERE = {"gemma2", "gpt2", "gpt_oss", "llama", "llama4_text", "phi3"}
+# Of these the same feature is checked above or in test_unusual_layers, by the self-check and against the unsplit model.
+ELSEWHERE = {"gemma2", "gpt2", "gpt_oss", "llama", "llama4_text", "phi3", *HYBRIDS, *OWN_ATTENTION}
 SAMPLED = [each for each, sample in FEATURES.items() if sample.architecture not in ELSEWHERE]
 OFTEN = SAMPLED[::2]
 OTHERS = [each for each in FEATURES if each not in OFTEN]

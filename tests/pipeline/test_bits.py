@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from functools import cache
+from itertools import product
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 
 from slipstream.schedule import SCHEDULES
 from support.architectures import VOCABULARY, gradients, labels_of, llama, tokens
-from support.parameters import each_once
+from support.parameters import each_once, first_of
 from support.pipelines import make_pipe
 
 CONFIGS = {
@@ -41,20 +41,25 @@ def alone(config_name: str, schedule: str) -> tuple[Tensor, dict[str, Tensor]]:
     return step(config_name, schedule if schedule == "breadth-first" else "gpipe")
 
 
-def cases() -> Iterator[tuple[str, int, int]]:
-    """Each schedule on as many ranks as there may be, of which `make test` tries half, then each on fewer."""
-    for num_stages in (4, 2, 1):
-        for name in SCHEDULES:
-            yield from (
-                (name, num_stages // v, v) for v in (2, 1) if v in SCHEDULES[name].stages_per_rank and v <= num_stages
-            )
+def orders(num_stages: int) -> list[tuple[str, int, int]]:
+    """Each schedule on as many ranks as have so many stages."""
+    return [
+        (name, num_stages // v, v)
+        for name in SCHEDULES
+        for v in (2, 1)
+        if v in SCHEDULES[name].stages_per_rank and v <= num_stages
+    ]
 
 
-FOUR_STAGES = sum(num_ranks * stages_per_rank == 4 for _, num_ranks, stages_per_rank in cases())
+MOST, FEWER = orders(4), [*orders(2), *orders(1)]
 
 
 @pytest.mark.parametrize(
-    ("schedule", "num_ranks", "stages_per_rank", "config_name"), each_once(cases(), CONFIGS, FOUR_STAGES // 2)
+    ("schedule", "num_ranks", "stages_per_rank", "config_name"),
+    [
+        *each_once(MOST, CONFIGS, len(MOST) // 2),
+        *first_of([(*order, name) for order, name in product(FEWER, CONFIGS)], 0, "grid"),
+    ],
 )
 def test_nothing_depends_on_stages_and_schedule(
     config_name: str, schedule: str, num_ranks: int, stages_per_rank: int

@@ -28,7 +28,7 @@ pytestmark = [  # torch's own, of its compiler
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
 ]
 ONE_OR_TWO = ("whole", "sliced", "stages", "microbatches", "processes", "recompute")
-TWO, FEW, SOME = list(CHANGES)[:2], list(CHANGES)[::16], list(CHANGES)[::8]
+TWO, FEW = list(CHANGES)[:2], list(CHANGES)[::16]
 ALONE = [use for use in USES if use not in ("processes", "fused")]
 
 
@@ -72,7 +72,7 @@ def in_processes(request: pytest.FixtureRequest) -> dict[str, Outcomes]:
 
 
 def seldom(name: str) -> list[pytest.MarkDecorator]:
-    return [pytest.mark.more if name in SOME else pytest.mark.grid]
+    return [pytest.mark.more if name in FEW else pytest.mark.grid]
 
 
 @pytest.mark.parametrize("case", [pytest.param(name, marks=[] if name in TWO else seldom(name)) for name in CHANGES])

@@ -59,13 +59,15 @@ ORDERS: list[dict[str, Any]] = [
     {"schedule": "zb-h1", "partition": [2, 2]},
     {"schedule": "interleaved-1f1b", "stages_per_rank": 2, "partition": [1] * 4},
 ]
+# `make test` has each pattern in one order, `make test-all` in two.
+WHEN: list[Any] = [[], [pytest.mark.more], [pytest.mark.grid], [pytest.mark.grid]]
 
 
 @pytest.mark.parametrize(
     ("architecture", "patterns", "options", "num_frozen"),
     [
         *(
-            pytest.param("llama", patterns, order, num_frozen, marks=[pytest.mark.more] * ((row + column) % 4 > 0))
+            pytest.param("llama", patterns, order, num_frozen, marks=WHEN[(row + column) % len(ORDERS)])
             for row, (patterns, num_frozen) in enumerate(PATTERNS.values())
             for column, order in enumerate(ORDERS)
         ),

@@ -25,7 +25,7 @@ from support.architectures import (
     unsplit_step,
 )
 from support.exact_steps import documents_error, exact_pipe, sequences_error
-from support.parameters import first_of
+from support.parameters import each_once, first_of
 from support.pipelines import make_pipe
 from support.refusals import refused
 
@@ -41,16 +41,12 @@ def exact_norms() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize(
-    ("name", "num_ranks"),
-    [
-        pytest.param(name, p, marks=[pytest.mark.more] * (p != 2 or name not in ("1f1b", "zb-v", "interleaved-1f1b")))
-        for name in SCHEDULES
-        for p in (1, 2, 4)
-        if p * SCHEDULES[name].stages_per_rank.start <= 4
-    ],
-)
-@pytest.mark.parametrize("model", first_of(["llama, tied", "llama"]))
+FIRST = [("1f1b", 2), ("zb-v", 2), ("interleaved-1f1b", 2)]
+ORDERS = [(name, p) for name in SCHEDULES for p in (1, 2, 4) if p * SCHEDULES[name].stages_per_rank.start <= 4]
+ORDERS.sort(key=lambda order: order not in FIRST)
+
+
+@pytest.mark.parametrize(("name", "num_ranks", "model"), each_once(ORDERS, ["llama, tied", "llama"], len(FIRST)))
 def test_every_named_schedule_takes_it(model: str, name: str, num_ranks: int) -> None:
     inputs, whole = tokens(batch=3, length=LENGTH), build(ARCHITECTURES[model])
     order = {"num_ranks": num_ranks, "stages_per_rank": SCHEDULES[name].stages_per_rank.start, "num_microbatches": 2}

@@ -110,7 +110,11 @@ def test_adapters_are_not_exported_as_a_model(tmp_path: Path) -> None:
     assert not (tmp_path / "model").exists()
 
 
-@pytest.mark.parametrize("name", first_of(["llama, tied", "gpt2", *sorted(MODELS.keys() - {"llama, tied", "gpt2"})], 2))
+# Tied and not, with experts of either layout, and with states.
+OFTEN = ["llama, tied", "gpt2", "llama", "qwen2_moe", "gpt_oss", "recurrent_gemma", "nemotron_h", "xlstm"]
+
+
+@pytest.mark.parametrize("name", [*first_of(OFTEN, 2), *first_of(sorted(MODELS.keys() - {*OFTEN}), 0, "grid")])
 def test_what_is_exported_is_read_back(tmp_path: Path, name: str) -> None:
     pipe = make_pipe(MODELS[name], seed=3, slices=2, num_ranks=2)
     pipe.save_pretrained(tmp_path)
