@@ -17,16 +17,15 @@ from slipstream.parallel import ParameterShard, ParameterShare, RankGroup
 from support.architectures import ARCHITECTURES, labels_of, tokens
 from support.checkpoints.optimizers import OPTIMIZERS, SignedMomentum
 from support.forked import launch
-from support.options import grouped
 from support.parameters import first_of
 from support.paths import ROOT
+from support.pipelines import make_pipe
 
 WORKER = ROOT / "tests" / "workers" / "checkpoint" / "optimizer_states.py"
 
 
 def pipeline(num_ranks: int, seed: int) -> Pipeline:
-    settings = grouped(dtype=torch.float64, self_check=False)
-    return Pipeline.from_config(ARCHITECTURES["llama"], seed=seed, slices=2, num_ranks=num_ranks, **settings)
+    return make_pipe(ARCHITECTURES["llama"], seed=seed, slices=2, num_ranks=num_ranks, dtype=torch.float64)
 
 
 def train(pipe: Pipeline, optimizer: Optimizer, *steps: int) -> None:

@@ -135,7 +135,7 @@ def write_config(folder: Path) -> Path:
     values: dict[str, Any] = {
         "model": {"config": model},
         "data": {"files": [str(folder / "text.txt")], "validation_fraction": 0.0},
-        "pipeline": {"slices": 4, "num_microbatches": 2},
+        "pipeline": {"slices": 4, "num_microbatches": 2, "schedule": "1f1b"},
         "runtime": {"self_check": False},
         "optimizer": {"lr": 0.01},
         "training": training,

@@ -56,7 +56,7 @@ def write_config(folder: Path) -> Path:
     values = {
         "model": {"config": model},
         "data": {"files": [str(text)], "vocab_size": 300, "validation_fraction": 0.0},
-        "pipeline": {"num_ranks": 2, "slices": 4, "num_microbatches": 2},
+        "pipeline": {"num_ranks": 2, "slices": 4, "num_microbatches": 2, "schedule": "1f1b"},
         "runtime": {"self_check": False},
         "optimizer": {"lr": 0.01},
         "training": {"output": str(folder / "output"), "seq_len": 64, "batch_size": 2, "steps": 6},

@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig, Pret
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-from slipstream import Pipeline
 from slipstream.model.weight_gradients import add_expert_gradients_in_place, defer_weight_gradients
 from support.architectures import (
     ARCHITECTURES,
@@ -23,8 +22,8 @@ from support.architectures import (
     tokens,
     unsplit_step,
 )
-from support.options import grouped
 from support.parameters import first_of
+from support.pipelines import make_pipe
 
 _SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_local_experts": 5, "num_experts_per_tok": 2}
 _ROUNDING = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 3e-2}
@@ -99,8 +98,7 @@ def test_grouped_products_are_exact_in_float64(name: str, settings: dict[str, An
     whole.set_experts_implementation("eager")
     with no_rounding_inside():
         expected = unsplit_step(whole, inputs, labels_of(inputs))
-        options = grouped(slices=[5, 1, 30, 28], num_microbatches=2, num_ranks=2, self_check=False, **settings)
-        pipe = Pipeline(model, **options)
+        pipe = make_pipe(model, slices=[5, 1, 30, 28], num_microbatches=2, num_ranks=2, **settings)
         loss = pipe.step(inputs, labels_of(inputs))
     assert abs(loss - expected) < BOUND * expected
     assert gradient_error(whole, pipe) < BOUND

@@ -21,6 +21,7 @@ from support.mixtures import MIXTURES, mixture, unsplit_step
 from support.options import grouped
 from support.parameters import first_of
 from support.paths import WORKERS
+from support.pipelines import in_usual_order
 from support.versions import since
 from workers.model.router_loss import CASES
 
@@ -37,7 +38,7 @@ def error_of(model: PreTrainedModel, **settings: Any) -> float:
     with no_rounding_inside():
         unsplit_step(whole, [*zip(inputs.split(1), labels_of(inputs).split(1), strict=True)])
         options = {"num_microbatches": 2, "num_ranks": 2, "router_loss": "per_layer", **settings}
-        pipe = Pipeline(model, **grouped(**options))
+        pipe = Pipeline(model, **grouped(**in_usual_order(**options)))
         scale = 1024.0
         pipe.step(inputs, labels_of(inputs), loss_scale=scale)
     return gradient_error(whole, pipe)
@@ -69,7 +70,7 @@ def test_sequences_of_different_lengths() -> None:
     whole = copy.deepcopy(model)
     with no_rounding_inside():
         unsplit_step(whole, [(each[None], each[None]) for each in sequences])
-        pipe = Pipeline(model, slices=3, num_microbatches=2, num_ranks=2, router_loss="per_layer")
+        pipe = Pipeline(model, slices=3, num_microbatches=2, num_ranks=2, schedule="1f1b", router_loss="per_layer")
         pipe.step(sequences, sequences)
     assert gradient_error(whole, pipe) < BOUND
 

@@ -82,10 +82,10 @@ def test_positions_from_the_caches_length_are_exact(config: PretrainedConfig) ->
 @counts_within_documents
 def test_documents_are_refused_where_positions_would_run_on() -> None:
     inputs = tokens(length=64)
-    pipe = Pipeline(unsplit(llama4()), slices=4, num_ranks=2)
+    pipe = Pipeline(unsplit(llama4()), slices=4, num_ranks=2, schedule="1f1b")
     with pytest.raises(SlipstreamError, match=r"'llama4_text' counts positions.*of more than 63 tokens"):
         pipe.step(inputs, inputs, document_ids=document_ids(*[(30, 34)] * 2))
-    pipe = Pipeline(unsplit(bart()), slices=4, num_ranks=2)
+    pipe = Pipeline(unsplit(bart()), slices=4, num_ranks=2, schedule="1f1b")
     with pytest.raises(SlipstreamError, match="'bart' counts positions from the sequence's start"):
         pipe.step(inputs[:, :20], inputs[:, :20], document_ids=document_ids(*[(8, 12)] * 2))
 
@@ -119,7 +119,7 @@ def test_other_code_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_carried_state_is_refused_with_and_without_the_self_check(name: str, self_check: bool) -> None:
     config, reason = _STATES[name]
     with pytest.raises(SlipstreamError, match=f"can't be (trained in token slices|cut into stages): .*{reason}"):
-        Pipeline.from_config(config, slices=4, num_ranks=2, runtime=Runtime(self_check=self_check))
+        Pipeline.from_config(config, slices=4, num_ranks=2, schedule="1f1b", runtime=Runtime(self_check=self_check))
 
 
 @since("5.21")

@@ -98,7 +98,7 @@ def test_embeddings_of_another_width_stay_so(name: str, size: int) -> None:
     assert (getattr(toy, field) > toy.hidden_size) == (size > 32)
     assert (getattr(toy, field) < toy.hidden_size) == (size < 32)
     model, inputs = build(config), tokens(length=30)
-    pipe = Pipeline(copy.deepcopy(model), num_ranks=2, slices=[13, 17], partition=[2, 2])
+    pipe = Pipeline(copy.deepcopy(model), num_ranks=2, schedule="1f1b", slices=[13, 17], partition=[2, 2])
     with no_rounding_inside():
         assert float(pipe.step(inputs, inputs)) == pytest.approx(float(unsplit_step(model, inputs, inputs)), rel=BOUND)
     assert gradient_error(model, pipe) < BOUND

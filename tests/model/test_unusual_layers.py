@@ -21,7 +21,6 @@ from support.architectures import BOUND, build, gradient_error, llama, no_roundi
 from support.exact_steps import documents_error, sequences_error, step_error
 from support.hybrids import HYBRIDS, LENGTH
 from support.observers import BeforeEach
-from support.options import grouped
 from support.parameters import each_once, first_of
 from support.pipelines import make_pipe
 from support.unusual_layers import CROSSING, OWN_ATTENTION, SPARSE
@@ -214,7 +213,7 @@ def test_rwkv_evaluates_as_in_evaluation_mode(slices: list[int], every: int) -> 
     evaluated = copy.deepcopy(model).eval()
     with no_rounding_inside(), torch.no_grad():
         expected = causal_cross_entropy(evaluated(input_ids=inputs).logits[:, :-1], inputs[:, 1:])
-    pipe = Pipeline(copy.deepcopy(model), slices=slices, num_ranks=2)
+    pipe = Pipeline(copy.deepcopy(model), slices=slices, num_ranks=2, schedule="1f1b")
     for _ in range(2):  # a step changes nothing
         with no_rounding_inside():
             assert float(pipe.evaluate(inputs, inputs)) == pytest.approx(float(expected[0] / expected[1]), rel=1e-12)
@@ -241,7 +240,7 @@ def test_a_residual_in_float32_goes_to_the_next_stage(name: str) -> None:
     inputs, losses = tokens(length=LENGTH), []
     for ranks, partition in ((1, "auto"), (2, "auto"), (2, [0, HYBRIDS[name].num_hidden_layers])):
         settings = {"slices": SLICES, "num_ranks": ranks, "partition": partition, "dtype": torch.bfloat16}
-        pipe = Pipeline.from_config(HYBRIDS[name], **grouped(self_check=False, **settings))
+        pipe = make_pipe(HYBRIDS[name], **settings)
         losses.append(pipe.step(inputs, inputs))
     assert losses[1] == losses[2] == losses[0]
 
@@ -260,12 +259,12 @@ def test_where_nothing_crosses_one_run_goes_beyond_the_first_layer() -> None:
 
 @pytest.mark.more
 def test_what_is_not_counted_or_cut_is_refused() -> None:
-    pipe = Pipeline(unsplit("gemma4_text"), slices=4, num_ranks=2, memory=Memory(limit=1e9))
+    pipe = Pipeline(unsplit("gemma4_text"), slices=4, num_ranks=2, schedule="1f1b", memory=Memory(limit=1e9))
     inputs = tokens(length=LENGTH)
     with pytest.raises(SlipstreamError, match=r"take more than hidden states.*give no memory\.limit"):
         pipe.step(inputs, inputs)
     with pytest.raises(SlipstreamError, match="can't be cut inside layers: they take more than hidden states"):
-        Pipeline(unsplit("gemma4_text"), slices=4, num_ranks=2, partition=[2.5, 3.5])
+        Pipeline(unsplit("gemma4_text"), slices=4, num_ranks=2, schedule="1f1b", partition=[2.5, 3.5])
 
 
 def test_kernels_of_their_own_are_refused() -> None:

@@ -108,7 +108,9 @@ def test_attention_of_ones_own_is_that_of_a_configuration() -> None:
     AttentionInterface.register("sdpa", sharper)
     whole, ids = made(llama()), tokens()
     with no_rounding_inside():
-        pipe = Pipeline.from_config(llama(), slices=1, num_ranks=2, precision=Precision(dtype=torch.float64))
+        pipe = Pipeline.from_config(
+            llama(), slices=1, num_ranks=2, schedule="1f1b", precision=Precision(dtype=torch.float64)
+        )
         found = pipe.evaluate(ids, ids)
         with torch.no_grad():
             total, count = causal_cross_entropy(whole(input_ids=ids).logits[:, :-1], ids[:, 1:])
@@ -194,7 +196,7 @@ def test_a_method_in_the_place_of_a_models_is_a_change() -> None:
     model.transformer.build_alibi_tensor = lambda *arguments: 2 * inner(*arguments)
     assert list(map(str, compare_with_config(model).changes)) == ["transformer has a build_alibi_tensor of its own"]
     with pytest.raises(SlipstreamError, match="build_alibi_tensor of its own, and contains all layers"):
-        Pipeline(model, slices=1, num_ranks=2)
+        Pipeline(model, slices=1, num_ranks=2, schedule="1f1b")
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

@@ -57,7 +57,7 @@ def test_code_that_reads_a_weight_of_another_stage(hook: Callable[[Any], Any]) -
     model.model.layers[0].register_forward_hook(hook(model.model.layers[3].mlp.up_proj))
     for options in ({}, {"runtime": UNCHECKED}):
         with refused(f"code of model.layers.0 reads {WEIGHT}, a weight of another stage .. Give a partition"):
-            Pipeline(copy.copy(model), slices=1, num_ranks=2, **options)
+            Pipeline(copy.copy(model), slices=1, num_ranks=2, schedule="1f1b", **options)
 
 
 def test_it_is_exact_on_the_weights_own_stage() -> None:
@@ -67,7 +67,7 @@ def test_it_is_exact_on_the_weights_own_stage() -> None:
     whole.model.layers[2].register_forward_hook(in_a_partial(whole.model.layers[3].mlp.up_proj))
     total, count = causal_cross_entropy(whole(input_ids=IDS).logits[:, :-1], IDS[:, 1:])
     (total / count).backward()
-    pipe = Pipeline(model, slices=slices, num_ranks=2, partition=[2, 2])
+    pipe = Pipeline(model, slices=slices, num_ranks=2, schedule="1f1b", partition=[2, 2])
     pipe.step(IDS, IDS)
     expected = dict(whole.named_parameters())
     for name, parameter in pipe.named_parameters():
@@ -82,7 +82,7 @@ def test_a_backward_hook_that_reads_one() -> None:
         lambda module, inner, outer: tuple(each * (1 + weight.mean()) for each in inner)
     )
     with refused("code of model.layers.0 reads lm_head.weight"):
-        Pipeline(model, slices=1, num_ranks=2)
+        Pipeline(model, slices=1, num_ranks=2, schedule="1f1b")
 
 
 def test_a_pipeline_leaves_gradients_as_they_were() -> None:
@@ -130,7 +130,7 @@ def failing_on_made_up(weight: Tensor, outputs: Tensor, targets: Tensor) -> tupl
 def test_a_loss_that_reads_a_weight_of_another_stage() -> None:
     for of in (with_penalty, lambda weight: with_penalty(weight.detach()), lambda w: partial(failing_on_made_up, w)):
         model: Any = build(llama())
-        pipe = Pipeline(model, slices=1, num_ranks=2, loss_fn=of(model.model.embed_tokens.weight))
+        pipe = Pipeline(model, slices=1, num_ranks=2, schedule="1f1b", loss_fn=of(model.model.embed_tokens.weight))
         with refused("loss_fn reads model.embed_tokens.weight, a weight of another stage .. train on one stage"):
             pipe.step(IDS, IDS)
         assert all(parameter.grad is None for parameter in pipe.parameters())
@@ -140,7 +140,7 @@ def test_a_loss_that_reads_weights_of_the_last_stage_is_taken() -> None:
     model, whole = build(llama()), build(llama())
     total, count = with_penalty(whole.lm_head.weight)(whole(input_ids=IDS).logits[:, :-1], IDS[:, 1:])
     (total / count).backward()
-    pipe = Pipeline(model, slices=1, num_ranks=2, loss_fn=with_penalty(model.lm_head.weight))
+    pipe = Pipeline(model, slices=1, num_ranks=2, schedule="1f1b", loss_fn=with_penalty(model.lm_head.weight))
     pipe.step(IDS, IDS)
     found, wanted = dict(pipe.named_parameters())["lm_head.weight"].grad, whole.lm_head.weight.grad
     assert found is not None
@@ -184,7 +184,14 @@ def test_a_parameter_of_a_loss_gets_its_gradient() -> None:
     scales = [nn.Parameter(torch.full((), 1.5, dtype=torch.float64)) for _ in range(2)]
     total, count = scaled_loss(scales[0], build(llama())(input_ids=IDS).logits[:, :-1], IDS[:, 1:])
     (total / count).backward()
-    pipe = Pipeline(build(llama()), slices=4, num_ranks=2, num_microbatches=2, loss_fn=partial(scaled_loss, scales[1]))
+    pipe = Pipeline(
+        build(llama()),
+        slices=4,
+        num_ranks=2,
+        schedule="1f1b",
+        num_microbatches=2,
+        loss_fn=partial(scaled_loss, scales[1]),
+    )
     pipe.step(IDS, IDS)
     assert float(scales[1].grad) == pytest.approx(float(scales[0].grad), rel=1e-6)  # type: ignore[arg-type]
     with refused("loss_scale=2, but loss_fn has a parameter of its own"):
@@ -209,7 +216,7 @@ def test_a_parameter_of_a_sequence_loss_is_refused() -> None:
 @pytest.mark.parametrize(("mode", "name"), [(torch.no_grad, "no_grad"), (torch.inference_mode, "inference_mode")])
 def test_steps_without_gradients(mode: Any, name: str) -> None:
     with torch.no_grad():
-        pipe = Pipeline(build(llama()), slices=2, num_ranks=2)
+        pipe = Pipeline(build(llama()), slices=2, num_ranks=2, schedule="1f1b")
     with mode():
         ids = IDS.clone()
         with refused(f"step within torch.{name}() would give no gradients .. pipe.evaluate"):
@@ -239,12 +246,12 @@ def test_layers_in_evaluation_mode_stay_so() -> None:
             block.eval()
         return model
 
-    pipe = Pipeline(half_trained(), slices=2, num_ranks=2)
+    pipe = Pipeline(half_trained(), slices=2, num_ranks=2, schedule="1f1b")
     expected = float(pipe.evaluate(IDS, IDS))
     for again in (lambda: None, pipe.train, lambda: pipe.eval().train()):
         again()
         assert float(pipe.step(IDS, IDS)) == pytest.approx(expected, rel=1e-12)
-    drops = Pipeline(half_trained().eval(), slices=2, num_ranks=2)  # as `from_pretrained` returns it
+    drops = Pipeline(half_trained().eval(), slices=2, num_ranks=2, schedule="1f1b")  # as `from_pretrained` returns it
     assert abs(float(drops.step(IDS, IDS)) - expected) > 1e-3
 
 

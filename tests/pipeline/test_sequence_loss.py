@@ -17,7 +17,6 @@ from slipstream import Pipeline, SequenceLoss
 from slipstream.errors import SlipstreamError
 from support.architectures import ARCHITECTURES, BOUND, build, gradient_error, no_rounding_inside, tokens
 from support.examples import examples
-from support.options import grouped
 from support.parameters import first_of
 from support.pipelines import make_pipe
 from support.preferences import log_probabilities, preference, references
@@ -43,8 +42,7 @@ def unsplit_loss(model: PreTrainedModel, inputs: Tensor, labels: Tensor, referen
 
 
 def pipeline(model: PreTrainedModel, **options: Any) -> Pipeline:
-    options = {"num_ranks": 2, "loss_fn": SequenceLoss(preference, PAIRS), "self_check": False, **options}
-    return Pipeline(model, **grouped(**options))
+    return make_pipe(model, **{"num_ranks": 2, "loss_fn": SequenceLoss(preference, PAIRS)} | options)
 
 
 def check(name: str, **options: Any) -> None:

@@ -14,7 +14,7 @@ from slipstream import Pipeline
 from slipstream.model import causal_cross_entropy
 from support.architectures import BOUND, gradient_error, gradients, labels_of, no_rounding_inside, tokens, unsplit_step
 from support.options import grouped
-from support.pipelines import make_pipe
+from support.pipelines import in_usual_order, make_pipe
 
 
 def exact_pipe(
@@ -87,7 +87,7 @@ def document_ids(*lengths: tuple[int, ...]) -> Tensor:
 
 
 def _pipe(model: PreTrainedModel, settings: dict[str, Any]) -> Pipeline:
-    return Pipeline(model, **grouped(**{"num_microbatches": 2, "num_ranks": 2} | settings))
+    return Pipeline(model, **grouped(**in_usual_order(**{"num_microbatches": 2, "num_ranks": 2} | settings)))
 
 
 def steps_alone(model: PreTrainedModel, sequences: Sequence[Tensor]) -> None:

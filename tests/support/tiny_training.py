@@ -37,7 +37,7 @@ def tiny_training(steps: int, save_every: int, **config: Any) -> dict[str, Any]:
     return {
         "model": {"config": tiny_llama(**config)},
         "data": {"vocab_size": 300, "validation_fraction": 0},
-        "pipeline": {"num_ranks": 2, "slices": 4},
+        "pipeline": {"num_ranks": 2, "slices": 4, "schedule": "1f1b"},
         "runtime": {"self_check": False},
         "training": {"seq_len": 64, "batch_size": 4, "steps": steps},
         "checkpoint": {"every": save_every},

@@ -14,7 +14,7 @@ from transformers import EvalPrediction, PretrainedConfig, Trainer, TrainingArgu
 from slipstream import Pipeline
 from slipstream.extras.hf_trainer import SlipstreamTrainer
 from support.architectures import ARCHITECTURES, VOCABULARY, build
-from support.options import grouped
+from support.pipelines import make_pipe
 
 
 def _row(length: int, generator: torch.Generator) -> dict[str, list[int]]:
@@ -89,8 +89,7 @@ def unsplit_trainer(model: Any, args: TrainingArguments, **changes: Any) -> Trai
 
 def pipeline(architecture: str | PretrainedConfig = "gpt2", **options: Any) -> Pipeline:
     config = ARCHITECTURES[architecture] if isinstance(architecture, str) else architecture
-    settings = grouped(**{"dtype": torch.float64, "self_check": False, "num_microbatches": 3, "slices": 2} | options)
-    return Pipeline.from_config(config, seed=0, **settings)
+    return make_pipe(config, seed=0, **{"dtype": torch.float64, "num_microbatches": 3, "slices": 2} | options)
 
 
 def trainer(pipe: Pipeline, args: TrainingArguments, **changes: Any) -> SlipstreamTrainer:

@@ -23,7 +23,7 @@ MORE = 100  # steps that the run doesn't take
 SETTINGS: dict[str, Any] = {
     "model": {"config": tiny_llama(num_hidden_layers=2, num_attention_heads=2)},
     "data": {"vocab_size": 300},
-    "pipeline": {"num_ranks": 2, "slices": 2},
+    "pipeline": {"num_ranks": 2, "slices": 2, "schedule": "1f1b"},
     "runtime": {"self_check": False},
     "optimizer": {"lr": 0.005, "schedule": "constant", "warmup_steps": 1},
     "training": {"seq_len": 32, "batch_size": 2, "steps": MORE, "eval_every": 2, "patience": 3},

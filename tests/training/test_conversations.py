@@ -39,7 +39,7 @@ TEMPLATE = (
 )
 SETTINGS: dict[str, Any] = {
     "model": {"config": tiny_llama(max_position_embeddings=128, initializer_range=0.1)},
-    "pipeline": {"num_ranks": 2, "slices": 3, "num_microbatches": 2},
+    "pipeline": {"num_ranks": 2, "slices": 3, "num_microbatches": 2, "schedule": "1f1b"},
     "runtime": {"self_check": False},
     "optimizer": {"lr": 0.01},
     "training": {"seq_len": 96, "batch_size": 4, "steps": 6, "eval_every": 6},

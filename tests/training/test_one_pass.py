@@ -45,7 +45,7 @@ def configuration(folder: Path, model: dict[str, Any], **sections: dict[str, Any
     settings = {
         "model": model,
         "data": {"files": [str(folder / "text.txt")], "validation_fraction": 0},
-        "pipeline": {"num_ranks": 2, "slices": 2},
+        "pipeline": {"num_ranks": 2, "slices": 2, "schedule": "1f1b"},
         "runtime": {"self_check": False},
         "training": {"seq_len": 32, "batch_size": 2, "steps": 1, "output": str(folder / "run")},
         "checkpoint": {"every": 0},

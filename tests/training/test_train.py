@@ -78,7 +78,7 @@ def write_config(folder: Path) -> Path:
     values: dict[str, Any] = {
         "model": {"config": LLAMA},
         "data": {"files": [str(text)], "validation_fraction": 0.25},
-        "pipeline": {"slices": [20, 30, 14], "num_microbatches": 2},
+        "pipeline": {"slices": [20, 30, 14], "num_microbatches": 2, "schedule": "1f1b"},
         "runtime": {"self_check": False},
         "optimizer": {"lr": 0.01, "warmup_steps": 2},
         "training": {

@@ -21,7 +21,7 @@ from support.tiny_training import exported_loss, half_of, metrics_of, run_traini
 SETTINGS: dict[str, Any] = {
     "model": {"config": tiny_llama(initializer_range=0.1)},
     "data": {"packing": "none", "vocab_size": 300, "validation_fraction": 0.2},
-    "pipeline": {"num_ranks": 2, "slices": 3, "num_microbatches": 2},
+    "pipeline": {"num_ranks": 2, "slices": 3, "num_microbatches": 2, "schedule": "1f1b"},
     "runtime": {"self_check": False},
     "optimizer": {"lr": 0.01},
     "training": {"seq_len": 64, "batch_size": 4, "steps": 6, "eval_every": 6},

@@ -53,7 +53,7 @@ def test_a_training_names_the_weight(training: str, model: Path, tmp_path: Path)
     values: dict[str, Any] = {
         "model": {"path": str(model)},
         "data": {"files": [str(model.parent / "text.txt")], "validation_fraction": 0},
-        "pipeline": {"num_ranks": 2, "slices": 2},
+        "pipeline": {"num_ranks": 2, "slices": 2, "schedule": "1f1b"},
         "runtime": {"self_check": False},
         "training": {"output": str(tmp_path / "output"), "seq_len": 64, "batch_size": 2, "steps": 20},
     }

@@ -94,7 +94,7 @@ def test_a_run_has_the_losses_of_trls_trainer(packing: bool, tmp_path: Path) -> 
         train_dataset=Dataset.from_list([conversation(number) for number in range(24)]),
         processing_class=tokenizer(),
     )
-    pipe = Pipeline(llama(), num_ranks=2, slices=3, runtime=Runtime(self_check=False))
+    pipe = Pipeline(llama(), num_ranks=2, schedule="1f1b", slices=3, runtime=Runtime(self_check=False))
     ours = trainer_on_the_data_of(theirs, pipe, tmp_path / "ours", **rows)
     expected = losses(theirs)
     assert expected[-1] < expected[0]
@@ -112,7 +112,15 @@ def test_a_run_on_preferences_has_the_losses_of_trls_trainer(tmp_path: Path) -> 
         processing_class=tokenizer(),
     )
     loss = preference_loss(PREFERENCE)
-    pipe = Pipeline(llama(), num_ranks=2, slices=3, num_microbatches=2, loss_fn=loss, runtime=Runtime(self_check=False))
+    pipe = Pipeline(
+        llama(),
+        num_ranks=2,
+        schedule="1f1b",
+        slices=3,
+        num_microbatches=2,
+        loss_fn=loss,
+        runtime=Runtime(self_check=False),
+    )
     ours = trainer_on_the_data_of(theirs, pipe, tmp_path / "ours")
     expected = losses(theirs)
     assert expected[-1] < expected[0] == pytest.approx(0.6931, abs=1e-3)
@@ -190,7 +198,7 @@ def test_data_of_other_losses_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_documents_that_are_said_otherwise_than_by_positions_are_refused(key: str, value: Any) -> None:
-    pipe = Pipeline(llama(), num_ranks=2, slices=2, runtime=Runtime(self_check=False))
+    pipe = Pipeline(llama(), num_ranks=2, schedule="1f1b", slices=2, runtime=Runtime(self_check=False))
     ids = torch.arange(8)[None] % len(WORDS)
     batch = {"input_ids": ids, "labels": ids, "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])}
     assert torch.isfinite(pipe.evaluate({**batch, "cu_seq_lens_q": torch.tensor([0, 4, 8]), "max_length_q": 4}))

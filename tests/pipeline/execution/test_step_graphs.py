@@ -35,6 +35,7 @@ from support.architectures import (
 )
 from support.options import grouped
 from support.parameters import each_once, first_of
+from support.pipelines import make_pipe
 from support.recorded_ops import RecordedOps
 
 SETTINGS = {"slices": [5, 40, 19], "num_microbatches": 2, "num_ranks": 2, "self_check": False, "cuda_graphs": True}
@@ -110,7 +111,7 @@ def exact_pair(name: str, device: str, **cut: Any) -> tuple[Pipeline, Any]:
     """A pipeline that records its steps, and the unsplit model."""
     model = build(ARCHITECTURES[name]).to(device)
     whole = copy.deepcopy(model)
-    return Pipeline(model, **grouped(device=device, **SETTINGS | cut)), whole
+    return make_pipe(model, device=device, **SETTINGS | cut), whole
 
 
 @named(["llama", "gpt2", "gemma2"], CUTS, 4)
@@ -148,7 +149,7 @@ def eager_and_recorded(config: PretrainedConfig, device: str, **options: Any) ->
 
 def pipeline(config: PretrainedConfig, device: str, **options: Any) -> Pipeline:
     """A pipeline of the model of one seed."""
-    return Pipeline(build(config, seed=3).to(device), **grouped(device=device, **SETTINGS | options))
+    return make_pipe(build(config, seed=3).to(device), device=device, **SETTINGS | options)
 
 
 @named(["gpt2", "llama"], DROPPING, 2)

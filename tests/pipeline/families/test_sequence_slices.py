@@ -241,7 +241,14 @@ def test_a_loss_that_depends_on_nothing_is_found() -> None:
         return (total if count else torch.zeros(())), count
 
     inputs, targets = CASES["transformer"].batch()
-    pipe = Pipeline(CASES["transformer"].model(), slices=3, num_ranks=2, loss_fn=loss, layers=Layers(example=inputs))
+    pipe = Pipeline(
+        CASES["transformer"].model(),
+        slices=3,
+        num_ranks=2,
+        schedule="1f1b",
+        loss_fn=loss,
+        layers=Layers(example=inputs),
+    )
     pipe.step(inputs, targets)
     targets = targets.clone()
     targets[:, :3] = -100

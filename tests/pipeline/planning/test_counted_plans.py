@@ -31,7 +31,7 @@ def choices(pipe: Pipeline) -> tuple[Any, ...]:
     [
         ("llama", {}),
         ("gpt2", {"num_microbatches": 2, "num_ranks": 3}),  # its head is tied to its embedding
-        ("mistral, window of 7", {"slices": 3}),
+        ("mistral, window of 7", {"slices": 3, "schedule": None}),
         ("gemma3", {"schedule": "interleaved-1f1b", "num_microbatches": 2}),
         ("llama", {"partition": [1.5, 2.5], "recompute": "full"}),
         ("llama", {"num_microbatches": 12, "num_flushes": 2}),
@@ -52,7 +52,7 @@ def test_what_is_given_is_kept() -> None:
     given = {"num_ranks": 2, "num_microbatches": 2}
     model = build(ARCHITECTURES["llama"])
     named = make_pipe(copy.deepcopy(model), "1f1b", **given)
-    sliced = make_pipe(copy.deepcopy(model), slices=[10, 8, 6], **given)
+    sliced = make_pipe(copy.deepcopy(model), None, slices=[10, 8, 6], **given)
     cut = make_pipe(copy.deepcopy(model), partition=[0.5, 1.5, 1.5, 0.5], **given)
     for pipe in (named, sliced, cut):
         pipe.step(tokens(2, 24), tokens(2, 24))
@@ -80,7 +80,7 @@ def test_rows_of_another_length_run_in_as_many_slices() -> None:
     assert counts[1] == counts[0]
 
 
-@pytest.mark.parametrize("settings", [{}, {"num_microbatches": 2}, {"slices": 2}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"num_microbatches": 2}, {"slices": 2, "schedule": None}], ids=str)
 def test_sequences_of_different_lengths(settings: dict[str, Any]) -> None:
     assert sequences_error(build(ARCHITECTURES["llama"]), (5, 24, 11, 2), num_ranks=2, **settings) < BOUND
 

@@ -22,6 +22,7 @@ from support.adapters import PREFIX
 from support.architectures import BOUND, labels_of, no_rounding_inside, tokens
 from support.changes import EITHER, EXACT, REFUSED, Change
 from support.options import grouped
+from support.pipelines import in_usual_order
 
 PARTS = ("step", "evaluate", "state_dict", "save_pretrained")
 INSTEAD = (  # what a refusal says that works, one of them
@@ -122,7 +123,7 @@ def outcomes_of(change: Change, *, join: Callable[[], object] = bool, **settings
         model = change.built()
         join()
         made: list[Pipeline] = []
-        found = _outcome(lambda: made.append(Pipeline(model, **grouped(**settings))) or "")
+        found = _outcome(lambda: made.append(Pipeline(model, **grouped(**in_usual_order(**settings)))) or "")
         if not made:
             return dict.fromkeys(PARTS, found)
         (pipe,) = made

@@ -37,7 +37,7 @@ SETTINGS: dict[str, Any] = {
     "model": {"config": tiny_llama(initializer_range=0.1)},
     "data": {"validation_fraction": 0.2},
     "preference": {"beta": BETA},
-    "pipeline": {"num_ranks": 2, "slices": 3, "num_microbatches": 2},
+    "pipeline": {"num_ranks": 2, "slices": 3, "num_microbatches": 2, "schedule": "1f1b"},
     "runtime": {"self_check": False},
     "optimizer": {"lr": 0.003},
     "training": {"seq_len": 64, "batch_size": 4, "steps": 6, "eval_every": 6},

@@ -15,7 +15,7 @@ from slipstream import Pipeline, RankGroup, make_mesh
 from slipstream.checkpoint import Checkpoints, load_training, training_shards
 from support.architectures import labels_of, llama, tokens
 from support.checkpoints.optimizers import OPTIMIZERS
-from support.options import grouped
+from support.pipelines import make_pipe
 
 MODEL = llama(num_hidden_layers=2)
 LENGTH = 20  # tokens
@@ -24,8 +24,7 @@ MESHES = {"pp": ({"pp": 2}, {}), "zero": ({"dp": 2}, {"shard": "optimizer"}), "t
 
 def start(mesh: str, optimizer: str, seed: int = 1) -> tuple[Pipeline, Optimizer]:
     axes, options = MESHES[mesh]
-    settings = grouped(dtype=torch.float64, self_check=False, **options)
-    pipe = Pipeline.from_config(MODEL, seed=seed, slices=3, mesh=make_mesh(**axes), **settings)
+    pipe = make_pipe(MODEL, seed=seed, slices=3, mesh=make_mesh(**axes), dtype=torch.float64, **options)
     return pipe, OPTIMIZERS[optimizer](pipe.parameters())
 
 

@@ -11,6 +11,7 @@ from support.architectures import BOUND, no_rounding_inside, tokens
 from support.mixtures import mixture, unsplit_step
 from support.options import grouped
 from support.parallel.group_cases import by_name, run_cases
+from support.pipelines import in_usual_order
 from workers.parallel.exactness import error
 
 ROWS = 2  # of each replica, a microbatch each
@@ -35,7 +36,7 @@ def check_step(**settings: object) -> None:
     with no_rounding_inside():
         unsplit_step(whole, [*zip(inputs.split(1), labels.split(1), strict=True)])
         options = {"num_microbatches": ROWS, "self_check": False, "router_loss": "per_layer", "mesh": mesh, **settings}
-        pipe = Pipeline(model, **grouped(**options))
+        pipe = Pipeline(model, **grouped(**in_usual_order(**options)))
         mine = slice(pipe.replica * ROWS, (pipe.replica + 1) * ROWS)
         pipe.step(inputs[mine], labels[mine], loss_scale=1024.0)
     wanted = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}

@@ -30,7 +30,6 @@ from support.architectures import (
     unsplit_step,
 )
 from support.hybrids import HYBRIDS
-from support.options import grouped
 from support.parallel.group_cases import by_name, run_cases, shared_folder
 from support.parallel.shared_models import CONFIGS
 from support.pipelines import make_pipe
@@ -39,8 +38,8 @@ LLAMA = CONFIGS["llama"]  # of two layers, as all of them
 
 
 def pipeline(mesh: tuple[int, int, int], name: str = "llama", **settings: object) -> Pipeline:
-    settings = {"dtype": torch.float64, "slices": 4, "num_microbatches": 2, "self_check": False, **settings}
-    return Pipeline.from_config(CONFIGS[name], seed=3, mesh=make_mesh(*mesh), **grouped(**settings))
+    settings = {"dtype": torch.float64, "slices": 4, "num_microbatches": 2, **settings}
+    return make_pipe(CONFIGS[name], seed=3, mesh=make_mesh(*mesh), **settings)
 
 
 def check_gradients(pipe: Pipeline, wanted: dict[str, Tensor]) -> None:
@@ -393,8 +392,8 @@ class _Loop:
     """A pipeline and its optimizer, over copies of weights on the host or weights on the device."""
 
     def __init__(self, mesh: tuple[int, int, int], name: str, settings: dict[str, Any], seed: int = 3) -> None:
-        options = {"slices": 2, "num_microbatches": 1, "self_check": False, **settings}
-        self.pipe = Pipeline.from_config(CONFIGS[name], seed=seed, mesh=make_mesh(*mesh), **grouped(**options))
+        options = {"slices": 2, "num_microbatches": 1, **settings}
+        self.pipe = make_pipe(CONFIGS[name], seed=seed, mesh=make_mesh(*mesh), **options)
         self.optimizer = torch.optim.AdamW(self.pipe.parameters(), lr=1e-2)
 
     def train(self, inputs: Tensor, num_steps: int) -> list[float]:

@@ -14,13 +14,13 @@ from torch import nn
 from slipstream import Pipeline, SlipstreamError, make_mesh
 from slipstream.checkpoint import CheckpointFolder
 from support.architectures import ARCHITECTURES, labels_of, tokens
-from support.options import grouped
 from support.parallel.group_cases import Case, shared_folder
+from support.pipelines import make_pipe
 
 
 def start(mesh: dict[str, int], seed: int, **options: object) -> tuple[Pipeline, torch.optim.Optimizer]:
-    settings = grouped(dtype=torch.float64, self_check=False, **options)
-    pipe = Pipeline.from_config(ARCHITECTURES["llama"], seed=seed, slices=3, mesh=make_mesh(**mesh), **settings)
+    settings = {"seed": seed, "slices": 3, "mesh": make_mesh(**mesh), "dtype": torch.float64}
+    pipe = make_pipe(ARCHITECTURES["llama"], **settings, **options)
     return pipe, torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
 
 

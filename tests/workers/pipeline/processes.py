@@ -147,9 +147,8 @@ def mismatch() -> None:
     rank, good = dist.get_rank(), tokens()
     changed, shorter = good.clone(), tokens(length=32)
     changed[1, -1] += 1
-    runtime = Runtime(self_check=False)
     for mesh in (None, slipstream.make_mesh(tp=2)):
-        pipe = Pipeline.from_config(ARCHITECTURES["llama"], slices=4, mesh=mesh, runtime=runtime)
+        pipe = make_pipe(ARCHITECTURES["llama"], slices=4, mesh=mesh)
         loss = pipe.step(good, good)
         for inputs, targets in ((shorter, shorter), (changed, changed), (good, changed)):
             for run in (pipe.step, pipe.evaluate):
@@ -169,7 +168,7 @@ def mismatch() -> None:
             pipe.step(good if rank else good.float(), good)
         for run in (pipe.step, pipe.evaluate):
             assert abs(run(good, good) - loss) < 1e-6
-    pipe = Pipeline.from_config(ARCHITECTURES["llama"], slices=4, runtime=runtime)
+    pipe = make_pipe(ARCHITECTURES["llama"], slices=4)
     rows = [good[0], changed[1] if rank else good[1, :50]]
     with pytest.raises(SlipstreamError, match=r"rank 0: sequences of \[64, 50\] .*\n  rank 1: sequences of \[64, 64\]"):
         pipe.step(rows, rows)

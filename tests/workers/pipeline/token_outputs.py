@@ -7,15 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream import Pipeline, Precision, Runtime, make_mesh
+from slipstream import Pipeline, make_mesh
 from support.architectures import ARCHITECTURES, BOUND, build, labels_of, no_rounding_inside, tokens
 from support.parallel.group_cases import by_name
+from support.pipelines import make_pipe
 from support.ragged_batches import batch_of
 
 
 def pipeline(mesh: Any) -> Pipeline:
-    options = {"precision": Precision(dtype=torch.float64), "runtime": Runtime(self_check=False), "slices": 3}
-    return Pipeline.from_config(ARCHITECTURES["llama, tied"], 0, mesh=mesh, num_microbatches=2, **options)
+    settings = {"slices": 3, "num_microbatches": 2, "dtype": torch.float64}
+    return make_pipe(ARCHITECTURES["llama, tied"], seed=0, mesh=mesh, **settings)
 
 
 @torch.no_grad()
