@@ -417,12 +417,44 @@ class Costs(ABC):
         return float(total(self.count(stage), update.optimized(self.each_number, self.divided)))
 
     def gradient_seconds(self, stage: Stage, update: Update) -> float:
-        """Returns the time in which a stage's gradients are reduced over the ranks with the same weights."""
-        return update.passes_of_gradients * self.between_copies(stage, update.state.gradients, update.copies)
+        """Returns the time of reducing a stage's gradients over the ranks with the same weights, as far as nothing
+        hides it."""
+        replicas = self.system.replicas
+        each = update.state.gradients if replicas.gradient_bytes is None else replicas.gradient_bytes
+        reduced = self.between_copies(stage, each, update.copies, self._reducing_seconds)
+        whole = update.passes_of_gradients * reduced
+        num_reductions = (replicas.num_gathers(update.num_microbatches) + 1) // 2
+        return num_reductions * self._beside_pass(stage, Op.B, whole, update)
 
     def gather_seconds(self, stage: Stage, update: Update) -> float:
-        """Returns the time in which the ranks of a sharded optimizer gather the updated parameters."""
-        return self.between_copies(stage, update.state.weights, update.shards)
+        """Returns the time in which the ranks of a sharded optimizer gather the updated parameters, as far as nothing
+        hides it."""
+        replicas = self.system.replicas
+        sharing = min(update.shards, replicas.num_sharing or update.shards)
+        whole = self.between_copies(stage, update.state.weights, sharing)
+        if replicas.each_microbatch:
+            # Weights that are gathered for every pass are sharded, whether they are trained or not.
+            frozen = self.weight_bytes(stage, update.state.weights) - update.state.weights * self.num_trained(stage)
+            whole += self.gathering_seconds(frozen, Copies(sharing, self.divided.width)) if frozen > 0 else 0.0
+        return replicas.num_gathers(update.num_microbatches) * self._beside_pass(stage, Op.F, whole, update)
+
+    def _reducing_seconds(self, num_bytes: float, copies: Copies) -> float:
+        """Returns the time in which ranks with the same weights reduce so many bytes of gradients, each its part; where
+        fewer of them share a state, these do so first, and then add up equal parts with the others."""
+        sharing = self.system.replicas.num_sharing or copies.num_ranks
+        if copies.num_ranks <= sharing:
+            return self.gathering_seconds(num_bytes, copies)
+        others = Copies(copies.num_ranks // sharing, copies.stride * sharing)
+        inside = self.gathering_seconds(num_bytes, copies._replace(num_ranks=sharing))
+        return inside + 2 * self.gathering_seconds(num_bytes / sharing, others)
+
+    def _beside_pass(self, stage: Stage, op: Op, whole: float, update: Update) -> float:
+        """Returns what isn't hidden of an exchange of a stage's weights or gradients: what takes longer than the pass
+        of a microbatch beside which it runs, at least those of one part of the stage."""
+        if not self.system.replicas.beside_passes:
+            return whole
+        hidden = float(self.seconds(stage, op, update.seq_len, 0))
+        return max(whole / max(1, len(self.parts_of(stage))), whole - hidden)
 
     def between_copies(
         self, stage: Stage, num_bytes: float, copies: int, exchange: Callable[[float, Copies], float] | None = None

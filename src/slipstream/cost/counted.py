@@ -37,9 +37,13 @@ from slipstream.cost.sharing import WAYS, Copies, Exchange
 from slipstream.cost.system import SLIPSTREAM, System
 from slipstream.cost.update import Update
 from slipstream.cost.work import OPS, Stage, Work
-from slipstream.cost.written_scores import kept_score_bytes, written_score_seconds
 from slipstream.options import UNSHARED, Degrees
 from slipstream.schedule import BACKWARDS, Action, Op
+
+# How often kernels read or write scores that are written to memory. Forward: product, softmax (2), dropout (2),
+# product. Backward: dP (2), dropout (2), softmax (3), dQ, dK.
+_SCORE_PASSES = {Op.F: 6, Op.I: 9}
+_SCORE_BYTES = 2.5  # elements that such a score keeps: of softmax, of dropout, and half a one for its mask
 
 
 @dataclass(frozen=True)
@@ -194,7 +198,7 @@ class CountedCosts(CountedParts):
             return 0.0
         device = self.cluster.device
         if self.system.writes_scores:
-            return written_score_seconds(self, call, op, length, context)
+            return self._written_score_seconds(call, op, length, context)
         operations = self.sharing.score_operations(call, op, length, context)
         rate = device.attention_flops(self.model.dtype, self.microbatch_size * self.sharing.queries(length))
         computed = self._attention_factor * operations / rate
@@ -207,7 +211,20 @@ class CountedCosts(CountedParts):
 
     def each_activation(self, lengths: Any) -> Floats:
         kept = super().each_activation(lengths)
-        return kept + kept_score_bytes(self, lengths) if self.system.writes_scores else kept
+        if not self.system.writes_scores:
+            return kept
+        # Those of a slice without context: of a whole sequence.
+        heads = self._each(lambda part: sum(call.num_heads for call in part.attentions))
+        scores = np.outer(heads / self.degrees.tensor * self.microbatch_size, np.square(lengths))
+        return kept + _SCORE_BYTES * self.model.dtype_bytes * scores
+
+    def _written_score_seconds(self, call: AttentionCall, op: Op, length: Any, context: Any) -> Any:
+        """Returns the time of attention that computes all scores, masked ones too, and writes them to memory."""
+        device, heads = self.cluster.device, call.num_heads / self.degrees.tensor
+        scores = heads * (self.microbatch_size * length * (context + length))
+        width = (call.key_width + call.value_width) * (1 if op is Op.F else 2)  # backward: dP, dV, dQ, dK
+        computed = 2 * scores * width / (device.flops[self.model.dtype] * device.attention_efficiency)
+        return computed + _SCORE_PASSES[op] * scores * self.model.dtype_bytes / device.bytes_per_second
 
     @property
     def _attention_factor(self) -> float:
@@ -245,32 +262,6 @@ class CountedCosts(CountedParts):
 
     # --- replicas ----------------------------------------------------------------------------------------------------
 
-    def gradient_seconds(self, stage: Stage, update: Update) -> float:
-        replicas = self.system.replicas
-        each = update.state.gradients if replicas.gradient_bytes is None else replicas.gradient_bytes
-        reduced = self.between_copies(stage, each, update.copies, self._reducing_seconds)
-        whole = update.passes_of_gradients * reduced
-        num_reductions = (replicas.num_gathers(update.num_microbatches) + 1) // 2
-        return num_reductions * self._beside_pass(stage, Op.B, whole, update)
-
-    def gather_seconds(self, stage: Stage, update: Update) -> float:
-        replicas = self.system.replicas
-        sharing = min(update.shards, replicas.num_sharing or update.shards)
-        whole = self.between_copies(stage, update.state.weights, sharing)
-        frozen = self.weight_bytes(stage, update.state.weights) - update.state.weights * self.num_trained(stage)
-        # Weights that are gathered for every pass are sharded, whether they are trained or not.
-        if replicas.each_microbatch and frozen > 0:
-            whole += self.gathering_seconds(frozen, Copies(sharing, self.divided.width))
-        return replicas.num_gathers(update.num_microbatches) * self._beside_pass(stage, Op.F, whole, update)
-
-    def _beside_pass(self, stage: Stage, op: Op, whole: float, update: Update) -> float:
-        """Returns what isn't hidden of an exchange of a stage's weights or gradients: what takes longer than the pass
-        of a microbatch beside which it runs, at least those of one part of the stage."""
-        if not self.system.replicas.beside_passes:
-            return whole
-        hidden = float(self.seconds(stage, op, update.seq_len, 0))
-        return max(whole / max(1, len(self.parts_of(stage))), whole - hidden)
-
     def gathering_seconds(self, num_bytes: float, copies: Copies) -> float:
         seconds = float(self.cluster.exchange_seconds(num_bytes, *copies))
         if not self.cluster.leaves_domain(*copies):
@@ -278,16 +269,6 @@ class CountedCosts(CountedParts):
         replicas = self.system.replicas
         num_buckets = max(1, ceil(num_bytes / replicas.bucket_bytes))
         return seconds + num_buckets * (copies.num_ranks - 1) * replicas.step_seconds
-
-    def _reducing_seconds(self, num_bytes: float, copies: Copies) -> float:
-        """Returns the time in which ranks with the same weights reduce so many bytes of gradients, each its part; where
-        fewer of them share a state, these do so first, and then add up equal parts with the others."""
-        sharing = self.system.replicas.num_sharing or copies.num_ranks
-        if copies.num_ranks <= sharing:
-            return self.gathering_seconds(num_bytes, copies)
-        others = Copies(copies.num_ranks // sharing, copies.stride * sharing)
-        inside = self.gathering_seconds(num_bytes, copies._replace(num_ranks=sharing))
-        return inside + 2 * self.gathering_seconds(num_bytes / sharing, others)
 
     def update_seconds(self, update: Update, trained: float, optimized: float) -> float:
         return update.moved_bytes(trained, optimized) / self.cluster.device.bytes_per_second
