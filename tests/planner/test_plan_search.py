@@ -107,8 +107,14 @@ def test_joint_searches_start_on_meshes_of_different_degrees_where_there_are_som
     same_mesh, larger = replace(best, num_slices=2), replace(best, microbatch_size=2)
     wider, found = replace(best, tensor_parallel=2), replace(best, schedule=make_schedule("1f1b", 2, 1, 4))
     alone = replace(best, pipeline_parallel=1, data_parallel=8)
-    assert promising([alone, found, best, same_mesh, larger, wider]) == [best, wider]
-    assert promising([best, same_mesh, larger]) == [best, larger]
+
+    def chosen(*plans: Plan, apart: float = 0.1) -> list[Plan]:
+        return promising({plan: 1 + apart * place for place, plan in enumerate(plans)})
+
+    assert chosen(alone, found, best, same_mesh, larger, wider) == [best, wider]
+    assert chosen(best, same_mesh, larger) == [best, larger]
+    assert chosen(best, larger, wider, apart=0.01) == [best, wider, larger]
+    assert chosen(best, wider, larger, apart=0.015) == [best, wider]
 
 
 def long_sequences(num_ranks: int, kernel_seconds: float) -> CountedSource:

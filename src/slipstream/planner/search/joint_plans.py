@@ -7,12 +7,11 @@ simulated, and their memory counted in full, like any other plan.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from itertools import product
+from itertools import islice, product
 from math import inf
-from operator import attrgetter
 
 from slipstream.cost import BY_LAYER, Degrees
 from slipstream.errors import SlipstreamError
@@ -26,6 +25,7 @@ from slipstream.schedule import split_backwards
 
 _EFFORT = 7e6  # of each joint search: a few seconds
 _MOST_MESHES = 2
+_ABOUT_AS_FAST = 1.02  # times the shortest step: those of one more mesh
 _MOST_SLICES = 32
 _MOST_JOINT_UNITS = 4096  # slices of a rank's microbatches, in one order
 
@@ -36,15 +36,22 @@ def is_wanted(options: PlanOptions) -> bool:
     return free and options.allowed.keys().isdisjoint({"stages_per_rank", "num_slices"})
 
 
-def promising(configurations: Iterable[Plan]) -> list[Plan]:
-    """Returns the first configuration of each of the first few meshes with a pipeline; those whose tensor-parallel and
-    pipeline degrees no earlier one has come before others, as meshes that differ in less are alike."""
+def promising(seconds: Mapping[Plan, float]) -> list[Plan]:
+    """Returns the best configuration of each of the first few meshes with a pipeline, given their steps.
+
+    First come those whose tensor-parallel and pipeline degrees no better one has, as meshes that differ in less are
+    alike; last, one more that is about as fast as the best of all.
+    """
+    configurations = sorted(seconds, key=seconds.__getitem__)
     pipelines = [c for c in configurations if c.pipeline_parallel > 1 and c.schedule_name != AUTO]
-    firsts: dict[object, Plan] = {}
-    for kind in (attrgetter("tensor_parallel", "pipeline_parallel"), attrgetter("mesh")):
-        for c in pipelines:
-            firsts.setdefault(kind(c), c)
-    return list(dict.fromkeys(firsts.values()))[:_MOST_MESHES]
+    of_kind: dict[object, Plan] = {}
+    of_mesh: dict[object, Plan] = {}
+    for c in pipelines:
+        of_kind.setdefault((c.tensor_parallel, c.pipeline_parallel), c)
+        of_mesh.setdefault(c.mesh, c)
+    firsts = list(dict.fromkeys([*of_kind.values(), *of_mesh.values()]))[:_MOST_MESHES]
+    others = (c for c in of_mesh.values() if c not in firsts and seconds[c] <= _ABOUT_AS_FAST * seconds[pipelines[0]])
+    return [*firsts, *islice(others, 1)]
 
 
 class JointCandidates:

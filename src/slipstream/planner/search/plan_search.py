@@ -232,8 +232,8 @@ class _PlanSearch:
         if not is_wanted(self.space.options):
             return
         allows = self.space.options.allows
-        here = (plan for plan in self.seconds if allows("context", plan.context))
-        for start in promising(sorted(here, key=self.seconds.__getitem__)):
+        here = {plan: seconds for plan, seconds in self.seconds.items() if allows("context", plan.context)}
+        for start in promising(here):
             best = min(self._allowed().values(), default=inf)
             # An order that was found regardless of copies to the host is hardly ever the best beside them.
             if start.offload and best < inf:
