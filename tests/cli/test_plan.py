@@ -239,7 +239,7 @@ def test_what_is_written_of_a_model_is_what_was_given(model: Path, tmp_path: Pat
     assert DescribedModel(model / "config.json").section["config"]["model_type"] == "llama"
     assert DescribedModel(llama()).section["config"]["hidden_size"] == 32
     settings = plan_settings(make_plan(dtype="float16"), {"path": "x"}, "1f1b")
-    assert settings["training"] == {"seq_len": 4096, "batch_size": 2}
+    assert settings["training"] == {"seq_len": 4096, "batch_size": 2, "precision": "fp16"}
 
 
 def test_a_plan_of_shared_tokens_and_fused_kernels_is_written_as_the_run_needs_it(cluster: Path) -> None:
