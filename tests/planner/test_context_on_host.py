@@ -197,7 +197,7 @@ def test_plans_keep_to_a_limit_on_the_host() -> None:
     problem = ClusterProblem(source(), SEQ_LEN, 8, options)
     best = find_plan(problem).best
     assert best.peak_host_memory == sum(best.host_memory[0].values()) == best.host_memory[0][MemoryKind.CONTEXT] > 1e6
-    roomy, tight = (options.changed(host_memory_limit=share * best.peak_host_memory) for share in (1, 0.6))
+    roomy, tight = (options.changed(host_memory_limit=share * best.peak_host_memory) for share in (1, 0.4))
     assert find_plan(replace(problem, options=roomy)).best.plan == best.plan
     with pytest.raises(SlipstreamError, match=r"on a host, .* more than the .* that may be used of a host for each"):
         find_plan(replace(problem, options=tight))
