@@ -152,7 +152,8 @@ def test_frozen_weights_and_second_derivatives(compiled: list[str]) -> None:
             grads.append(x.grad)
             assert (each[0].weight.grad is None) == frozen
             each.zero_grad()
-        assert torch.allclose(*grads, atol=1e-6)
+        # A norm rounds to float32, and its gradient here is what is left of numbers that cancel.
+        assert torch.allclose(*grads, atol=1e-5)
     assert len(compiled) == 3  # one forward, two backwards
     (first,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
