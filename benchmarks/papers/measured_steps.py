@@ -230,7 +230,7 @@ class Row:
         system = SYSTEMS[self.source]
         if self.experts is not None:
             system = with_recipe(system, self.recipe)
-        if "async" in self.text["note"].lower():
+        if re.search(r"(?<!no )async", self.text["note"].lower()):
             system = replace(system, tensor_beside="products")
         if self.text["fsdp"]:
             system = replace(system, replicas=replace(system.replicas, each_microbatch=True))

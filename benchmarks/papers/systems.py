@@ -22,9 +22,7 @@ _ROWS = 64  # half a tile, which each expert's rows don't fill
 _RING_STEP = 5e-5
 # Gradients travel in 16 bits beside the last microbatch's backward, weights beside the first one's forward.
 _BESIDE = ReplicaExchange(gradient_bytes=2.0, beside_passes=True, step_seconds=_RING_STEP)
-_MEGATRON = System(
-    "Megatron", adds_in_products=True, whole_backwards=True, replicas=_BESIDE, experts=ExpertRuns("devices")
-)
+_MEGATRON = System("Megatron", adds_in_products=True, whole_backwards=True, replicas=_BESIDE)
 _TRANSFORMER_ENGINE = replace(_MEGATRON, name="Megatron with Transformer Engine", tensor_beside="products")
 
 SYSTEMS: Mapping[str, System] = MappingProxyType(
@@ -76,7 +74,6 @@ SYSTEMS: Mapping[str, System] = MappingProxyType(
             "NeMo Automodel",
             whole_backwards=True,
             replicas=replace(_BESIDE, gradient_bytes=4.0),
-            experts=ExpertRuns("devices"),
         ),
         "TRL": System("TRL", whole_backwards=True, replicas=replace(_BESIDE, gradient_bytes=4.0)),
         "Llama 3": _MEGATRON,

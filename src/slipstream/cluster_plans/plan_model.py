@@ -229,13 +229,13 @@ def choose_cluster(cluster: str | Path | Cluster, num_nodes: int | None, devices
 
 def _devices_of_a_node(cluster: Cluster, devices: int) -> int:
     """Returns how many devices of each node a plan has, of so many on all nodes."""
-    has, num_nodes = cluster.devices_per_node, cluster.num_nodes
+    num_nodes = cluster.num_nodes
     nodes = f"a node of {cluster.name} has" if num_nodes == 1 else f"{num_nodes} nodes of {cluster.name} have"
     if devices > cluster.num_devices:
-        enough = -(-devices // has)
+        enough = -(-devices // cluster.devices_per_node)
         raise SlipstreamError(
             f"devices={devices}, but {nodes} {cluster.num_devices}. Give at most {cluster.num_devices}, or "
-            f"num_nodes={enough}, which have {enough * has}."
+            f"num_nodes={enough}, which have {enough * cluster.devices_per_node}."
         )
     if devices % num_nodes:
         raise SlipstreamError(

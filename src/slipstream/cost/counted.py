@@ -114,7 +114,7 @@ class CountedCosts(CountedParts):
         products = self.sharing.products(part, count, tokens)
         device, dtype = self.cluster.device, self.model.dtype
         computed = products.flops / device.matmul_flops(dtype)
-        if count is not part.ops[Op.W]:
+        if self.system.experts.part_of_tile and count is not part.ops[Op.W]:
             rows = 2 * self.system.experts.part_of_tile * part.num_in_experts / self.degrees.experts
             computed = computed + rows / (device.matmul_flops(dtype) * self.system.product_rate(dtype, device))
         return computed + products.depth * device.wave_seconds(dtype) + products.num_bytes / device.bytes_per_second
@@ -131,7 +131,9 @@ class CountedCosts(CountedParts):
         """Returns the time of a part's kernels other than products and attention, or of what else the system
         repeats."""
         what = self.system.selective
-        scores = sum(self.attention_seconds(call, Op.F, length, context) for call in part.attentions)
+        scores = 0.0
+        if what != "kernels":
+            scores = sum(self.attention_seconds(call, Op.F, length, context) for call in part.attentions)
         if what == "scores":
             return scores
         count = part.ops[Op.F]
@@ -164,7 +166,8 @@ class CountedCosts(CountedParts):
         than the products. Beside those of a weight's gradient, the sums of its input's gradients are hidden; where
         ranks share tokens, the gathering of its output's gradients, half of it all, comes before.
         """
-        beside, tokens = self.system.tensor_beside, self.sharing.tokens(length)
+        beside = self.system.tensor_beside
+        tokens = self.sharing.tokens(length)
         if beside == "products":
             products = self.product_seconds(part, part.ops[Op.F if op is Op.R else op], tokens)
             return np.maximum(whole / self.degrees.tensor, whole - products)
@@ -220,7 +223,8 @@ class CountedCosts(CountedParts):
 
     def _written_score_seconds(self, call: AttentionCall, op: Op, length: Any, context: Any) -> Any:
         """Returns the time of attention that computes all scores, masked ones too, and writes them to memory."""
-        device, heads = self.cluster.device, call.num_heads / self.degrees.tensor
+        device = self.cluster.device
+        heads = call.num_heads / self.degrees.tensor
         scores = heads * (self.microbatch_size * length * (context + length))
         width = (call.key_width + call.value_width) * (1 if op is Op.F else 2)  # backward: dP, dV, dQ, dK
         computed = 2 * scores * width / (device.flops[self.model.dtype] * device.attention_efficiency)

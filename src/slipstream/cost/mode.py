@@ -3,6 +3,7 @@
 A Mode wraps costs and is costs. It states the values of a part of every kind that differ; all else follows. What
 changes costs is applied in this order:
 
+0. Which system runs it: counted costs ask its record wherever systems differ (`slipstream.cost.system`).
 1. Who shares the work: to what is counted, before any speed is known (`slipstream.cost.sharing`). Measured times are
    those of one rank already.
 2. What is trained: of counted models by the counts, of measured times by `PartlyTrained`.

@@ -73,8 +73,14 @@ class CountedSource:
 
     def costs(self, degrees: Degrees, microbatch_size: int) -> Costs:
         """Returns the costs of the model's stages."""
-        model, cluster, tokens = self.model, self.cluster, self.sequence_parallel
-        return CountedCosts(model, cluster, degrees, microbatch_size, tokens, self.system)
+        return CountedCosts(
+            model=self.model,
+            cluster=self.cluster,
+            degrees=degrees,
+            microbatch_size=microbatch_size,
+            sequence_parallel=self.sequence_parallel,
+            system=self.system,
+        )
 
     def peak_seconds(self, num_sequences: int, seq_len: int) -> float | None:
         """Returns the seconds of a step's products at one device's peak: the numerator of MFU, if known.

@@ -81,7 +81,8 @@ class PlanReport:
     num_configurations: int  # on these
     num_too_large: int  # how many of them don't fit the memory
     num_simulated: int
-    gap: float  # by which share one that was not simulated could be faster than the shortest, at most
+    # The largest share by which one that was not simulated could be faster than the shortest.
+    gap: float
     seconds: float  # of the search
     notes: tuple[str, ...] = ()  # the assumptions behind the numbers
     sequence_parallel: bool = False  # whether tensor-parallel ranks share tokens, too
@@ -90,7 +91,8 @@ class PlanReport:
     trained: tuple[str, ...] = ()  # the trained part of the model, where that isn't all
     # Returns the seconds of the best one's step with fused kernels, where it has none and they can be counted.
     fused_seconds: Callable[[], float] | None = None
-    simpler: str = ""  # by how much the first is longer than the shortest, and what makes it simpler, where it is
+    # A sentence about how much longer than the shortest the first is, and what makes it simpler; "" where it is that.
+    simpler: str = ""
 
     @cached_property
     def _simulation(self) -> tuple[Schedule, Timeline]:

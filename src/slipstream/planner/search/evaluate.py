@@ -188,7 +188,8 @@ class Evaluation:
     @property
     def _copies(self) -> dict[tuple[int, int], float]:
         """The seconds in which a slice of a stage is copied to the host, or back."""
-        host, moved = host_of_copies(self.plan, self.host), self.arrays.is_one_of(Op.OFFLOAD)
+        host = host_of_copies(self.plan, self.host)
+        moved = self.arrays.is_one_of(Op.OFFLOAD)
         assert host is not None, "offloads to an unknown host"
         columns = (column[moved].tolist() for column in (self.arrays.stage, self.arrays.slice, self.bytes.leaves))
         return {(stage, index): host.copy_seconds(-left) for stage, index, left in {*zip(*columns, strict=True)}}
