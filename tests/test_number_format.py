@@ -70,7 +70,7 @@ def test_precisions_are_made_of_formats() -> None:
         assert precision.autocasts == (name in ("bf16", "fp16"))
         assert (precision.master is not None) == precision.weights.is_narrow
         assert precision.measured in (*FORMATS, AUTOCAST)
-    assert [precision_of(dtype) for dtype in FORMATS] == [None, "float32", "bf16-weights", None]
+    assert [precision_of(dtype) for dtype in FORMATS] == [None, "float32", "bf16-weights", "fp16"]
 
 
 def test_no_other_module_lists_them() -> None:
