@@ -110,3 +110,18 @@ def with_rotations(model: ModelCount) -> ModelCount:
 
     embedding = replace(model.embedding, num_parameters=model.head_weight)
     return replace(model, layers=tuple(map(part, model.layers)), embedding=embedding)
+
+
+def with_own_activation(model: ModelCount, feed_forward: int) -> ModelCount:
+    """Returns the model whose activation and its product with the other half are two kernels each way, as in nanotron:
+    the activation's result is written, read and kept, and so is its gradient, but for keeping it."""
+    moved = 2 * feed_forward * model.dtype_bytes
+
+    def part(layer: PartCount) -> PartCount:
+        ops = dict(layer.ops)
+        for op in (Op.F, Op.I):
+            other = ops[op].other_bytes
+            ops[op] = replace(ops[op], other_bytes=Amount(other.constant, other.per_token + moved))
+        return replace(layer, ops=ops, activation_bytes=layer.activation_bytes + feed_forward * model.dtype_bytes)
+
+    return replace(model, layers=tuple(map(part, model.layers)))

@@ -5,9 +5,11 @@
 A row is a configuration with its measured step. What the system that ran it does otherwise than Slipstream is a record
 of facts (`benchmarks.papers.systems`); the seconds are those that the planner's `PlanSpace` says of the plan.
 Models with experts have the shapes of their published configurations, and run by their published recipes
-(`megatron_experts`); tokens choose all experts alike, as in the measured runs. Fitted are, on every second row, one
-factor of the rates for each device, number of bits, and models with experts or without; and for "as described" the
-Blackwell devices' matrix products, the host's time to start a layer with experts, and the bandwidth of their rows.
+(`megatron_experts`); tokens choose all experts alike, as in the measured runs. To see how far a description is from
+its device, one factor of the rates of dense models is fitted for each device and number of bits: on the rows of half of
+the sources, and judged on those of the other half, both ways. For "as described", the Blackwell devices' matrix
+products, the host's time to start a layer with experts, and the bandwidth of their rows were fitted on every second
+row.
 """
 
 from __future__ import annotations
@@ -26,7 +28,14 @@ import numpy as np
 
 from benchmarks.harness import few, write
 from benchmarks.papers.allocated import allocated_peaks
-from benchmarks.papers.measured_models import ALL_LORA, MEGATRON_LORA, counted, with_adapters, with_rotations
+from benchmarks.papers.measured_models import (
+    ALL_LORA,
+    MEGATRON_LORA,
+    counted,
+    with_adapters,
+    with_own_activation,
+    with_rotations,
+)
 from benchmarks.papers.megatron_experts import EXPERTS, Recipe, counted_experts
 from benchmarks.papers.systems import SYSTEMS, with_recipe
 from benchmarks.papers.tables import read, with_dropout
@@ -72,7 +81,7 @@ SOURCES = {  # where a row's source begins so
     "sail-sg": "Vocabulary Parallelism",
     "arXiv 2407.21783": "Llama 3",
 }
-EAGER_KERNELS = ("torchtitan", "InternEvo", "nanotron")  # norms, activations and rotary embeddings as PyTorch has them
+EAGER_KERNELS = ("torchtitan", "InternEvo")  # norms, activations and rotary embeddings as PyTorch has them
 # layers of each stage by vocabulary, of the authors' file of stage times (artifact/exp_one_host.csv)
 REDISTRIBUTED = {
     32000: (4, 4, 4, 4, 4, 4, 4, 4),
@@ -107,9 +116,14 @@ class Row:
         return CLUSTERS.get(self.text["gpu"], self.text["gpu"]).replace("a100-selene", "a100-dgx")
 
     @property
-    def kind(self) -> tuple[str, int, bool]:
-        """The device, the bits and whether there are experts: rows that share a factor."""
-        return self.device, self.bits, self.experts is not None
+    def kind(self) -> tuple[str, int]:
+        """The device and the bits: dense rows that share a factor."""
+        return self.device, self.bits
+
+    @property
+    def half(self) -> int:
+        """The half of the sources that the row's belongs to: 0 or 1, alternating in the order of their names."""
+        return sorted(SOURCES.values(), key=str.lower).index(self.source) % 2
 
     @property
     def group(self) -> str:
@@ -202,6 +216,7 @@ class Row:
                 adapted = counted(kind, *shape, *rest, ALL_LORA if is_all else MEGATRON_LORA)
                 model = with_adapters(model, adapted, self.number("ffn") if is_all else 0)
             model = with_rotations(model) if self.source == "Seq1F1B" else model
+            model = with_own_activation(model, self.number("ffn")) if self.source == "nanotron" else model
             # Seq1F1B drops nothing, but the functions that add residuals make masks all the same
             model = with_dropout(model) if self.source in ("Korthikanti 2022", "Seq1F1B") else model
         return model
@@ -265,10 +280,12 @@ def with_cut(plan: Plan, row: Row, space: PlanSpace) -> Plan:
     with its slices."""
     num_layers, num_stages = len(space.source.kinds), plan.pipeline_parallel * plan.stages_per_rank
     redistributed, num_parts = "redis" in row.text["schedule"], num_layers + 2
-    if num_layers % num_stages == 0 and not redistributed:
+    if num_layers % num_stages == 0 and not redistributed and row.source != "nanotron":
         layers = [num_layers // num_stages] * num_stages
     elif redistributed:
         layers = [*REDISTRIBUTED[row.number("vocab")]]
+    elif row.source == "nanotron":
+        layers = past_thresholds(row, num_stages)
     else:
         parts = [num_parts // num_stages] * num_stages
         if num_parts % num_stages:  # otherwise embedding and head count as a layer each
@@ -278,6 +295,20 @@ def with_cut(plan: Plan, row: Row, space: PlanSpace) -> Plan:
             parts = list(partition_layers(each, num_stages))
         layers = [parts[0] - 1, *parts[1:-1], parts[-1] - 1] if num_stages > 1 else [num_layers]
     return plan.closed(partition=tuple(map(float, layers)), slices=equal_operations(row))
+
+
+def past_thresholds(row: Row, num_stages: int) -> list[int]:
+    """Returns the layers of nanotron's stages: each ends with the part that brings the operations of all parts so far
+    above its share, of layers and the head without attention's scores."""
+    hidden, head = row.number("hidden"), row.number("vocab") * row.number("hidden")
+    layer = 4 * hidden**2 + 3 * hidden * row.number("ffn")
+    share = (row.number("layers") * layer + head) / num_stages
+    layers = [0] * num_stages
+    stage = 0
+    for number in range(1, row.number("layers") + 1):
+        layers[stage] += 1
+        stage += number * layer > (stage + 1) * share
+    return layers
 
 
 def equal_operations(row: Row) -> tuple[int, ...]:
@@ -325,14 +356,14 @@ def along(pair: tuple[float, float], factor: float) -> float:
 
 
 def report() -> dict[str, Any]:
-    """Predicts all rows: without a factor, with one of every second row of a device, and with one of other sources."""
+    """Predicts all rows: without a factor, and dense ones with a factor of either half of the sources."""
     chosen = expressible()
     at = {each.text["id"]: (each.seconds(), each.seconds(0.8)) for each in chosen}
-    kinds: dict[tuple[str, int, bool], list[Row]] = defaultdict(list)
+    halves: dict[tuple[str, int, int], list[Row]] = defaultdict(list)
     for each in chosen:
-        kinds[each.kind].append(each)
-    used = {kind: each[::2] for kind, each in kinds.items()}
-    factors = {kind: factor_of(each, at) for kind, each in used.items()}
+        if each.experts is None:
+            halves[*each.kind, each.half].append(each)
+    factors = {half: factor_of(each, at) for half, each in halves.items()}
     found = []
     for each in rows():
         number = each.text["id"]
@@ -343,28 +374,49 @@ def report() -> dict[str, Any]:
         if number not in at:
             found.append(about | {"not expressed": each.problem or "the same configuration and step as another row"})
             continue
-        kind = each.kind
-        others = [other for other in kinds[kind] if other.source != each.source]
-        predicted = {"as described": at[number][0], "with a factor": along(at[number], factors[kind])}
-        if others:
-            predicted["with a factor of other sources"] = along(at[number], factor_of(others, at))
+        ways = {"fitted": each.half, "judged": 1 - each.half} if each.experts is None else {}
+        predicted = {"as described": at[number][0]} | {
+            way: along(at[number], factors[*each.kind, half])
+            for way, half in ways.items()
+            if (*each.kind, half) in factors
+        }
         found.append(
             about
-            | {"fitted": each in used[kind], "replicas": each.replicas, "assumed": each.assumed}
+            | {"half": each.half, "replicas": each.replicas, "slices": each.number("token_slices")}
+            | {"assumed": each.assumed}
             | {name: {"seconds": s, "error": s / each.measured - 1} for name, s in predicted.items()}
         )
     return {
-        "factors": {
-            f"{device}, {bits} bits{', experts' * has_experts}": factor
-            for (device, bits, has_experts), factor in factors.items()
-        },
+        "factors": [
+            {"device": device, "bits": bits, "half": half, "rows": len(halves[device, bits, half]), "factor": factor}
+            for (device, bits, half), factor in sorted(factors.items())
+        ],
         "groups": summaries(found),
-        "sources left out": left_out(found),
         "not expressed": reasons(found),
         "llama 3 405b": meta_405b(),
+        "peaks": published_peaks(chosen),
         "allocated": allocated_peaks({each.text["id"]: each for each in rows()}),
         "rows": found,
     }
+
+
+def published_peaks(chosen: Sequence[Row]) -> list[dict[str, Any]]:
+    """Returns the account's bytes of the fullest rank, where those are published of a dense run in 16 bits: but of
+    sharded weights, which plans don't count as gone in between, and of spread vocabularies, whose gradients of weights
+    the order computes later."""
+    found = []
+    for each in chosen:
+        published = each.text["peak_mem_gb"]
+        is_other = each.experts is not None or each.text["fsdp"] or each.plan.vocabulary == "spread"
+        if each.bits == 16 and not is_other and published.replace(".", "").isdigit():
+            about = {name: each.text[name] for name in ("id", "model", "gpus", "tp", "pp", "cp")}
+            predicted, measured = max(each.candidate(1.0).peaks()), 1e9 * float(published)
+            found.append(
+                about
+                | {"source": each.source, "measured": measured, "predicted": predicted}
+                | {"error": predicted / measured - 1}
+            )
+    return found
 
 
 # Llama 3's Table 4: 400 teraFLOP/s a GPU. Stages per rank and recomputation aren't published.
@@ -399,37 +451,33 @@ def reasons(found: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     return {reason: named.count(reason) for reason in dict.fromkeys(named)}
 
 
-WAYS = ("as described", "with a factor", "with a factor of other sources")
+WAYS = ("as described", "fitted", "judged")
 
 
 def summaries(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns for each group the mean of errors' sizes, their mean and the worst; and for all rows of 16 bits without
-    experts, for all with experts, with context parallelism and without either, and for all."""
+    """Returns for each group the mean of errors' sizes, their mean and the worst; and for all dense rows of 16 and of
+    8 bits, by replicas and by halves of the sources, for all with experts, context parallelism or slices, and for all.
+    """
     predicted = [each for each in found if "not expressed" not in each]
     named = [[each for each in predicted if word in each["group"]] for word in (", experts", ", context")]
-    wide = [each for each in predicted if each["group"].endswith(" 16 bits") and each not in named[0]]
+    dense = [each for each in predicted if each not in named[0]]
+    wide, narrow = ([each for each in dense if each["group"].endswith(f" {bits} bits")] for bits in (16, 8))
     groups = {name: [each for each in predicted if each["group"] == name] for name in {e["group"] for e in predicted}}
     groups = dict(sorted(groups.items())) | {
         "all of 16 bits": wide,
         "all of 16 bits, without replicas": [each for each in wide if each["replicas"] == 1],
         "all of 16 bits, with replicas": [each for each in wide if each["replicas"] > 1],
-        "all of 16 bits, not fitted": [each for each in wide if not each["fitted"]],
+        "all of 16 bits, more than 64 replicas": [each for each in wide if each["replicas"] > 64],
+        "all of 16 bits, first half of the sources": [each for each in wide if each["half"] == 0],
+        "all of 16 bits, second half": [each for each in wide if each["half"] == 1],
+        "all of 8 bits": narrow,
         "all with experts": named[0],
         "all with context parallelism": named[1],
-        "all others": [each for each in predicted if each not in named[0] and each not in named[1]],
+        "all with slices": [each for each in predicted if each["slices"] > 1],
+        "all others": [each for each in dense if each not in named[1]],
         "all": predicted,
-        "all, not fitted": [each for each in predicted if not each["fitted"]],
     }
     return {name: {"rows": len(each)} | _errors(each) for name, each in groups.items() if each}
-
-
-def left_out(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns the errors of each source's rows on each device, with factors of the other sources on it."""
-    groups: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
-    for each in found:
-        if WAYS[2] in each:
-            groups[f"{each['group']}, {each['device']}"].append(each)
-    return {name: {"rows": len(each)} | _errors(each) for name, each in sorted(groups.items())}
 
 
 def _errors(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -454,7 +502,9 @@ def show(found: Mapping[str, Any]) -> None:
     for name, each in found["groups"].items():
         errors = "  ".join(f"{each[way]['mean']:6.1%} ({each[way]['bias']:+6.1%})" for way in WAYS if way in each)
         print(f"{name:36} {each['rows']:4} {errors}")
-    print(found["factors"], found["not expressed"])
+    for each in found["factors"]:
+        print(each)
+    print(found["not expressed"])
 
 
 def main() -> None:

@@ -162,5 +162,5 @@ def _sum(a: OpCount, b: OpCount) -> OpCount:
         first, second = getattr(a, name), getattr(b, name)
         return Amount(first.constant + second.constant, first.per_token + second.per_token)
 
-    amounts = {name: both(name) for name in ("flops", "matmul_bytes", "hidden_depth", "other_depth")}
+    amounts = {name: both(name) for name in ("flops", "unaligned_flops", "matmul_bytes", "hidden_depth", "other_depth")}
     return OpCount(**amounts, num_matmuls=a.num_matmuls + b.num_matmuls, num_kernels=a.num_kernels + b.num_kernels)

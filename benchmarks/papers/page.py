@@ -212,8 +212,8 @@ def gpipe_rows(rows: list[dict[str, Any]]) -> str:
 
 WAYS = {
     "as described": "as described",
-    "with a factor": "with a factor of half the rows",
-    "with a factor of other sources": "with one of other sources",
+    "fitted": "with a factor of its half of the sources",
+    "judged": "with one of the other half",
 }
 
 
@@ -243,6 +243,21 @@ def allocated_rows(stages: list[dict[str, Any]]) -> str:
                 ", ".join(f"{stage['error']:+.1%}" for stage in run),
             ]
             for run in runs
+        ),
+    )
+
+
+def peak_rows(rows: list[dict[str, Any]]) -> str:
+    return table(
+        "source | model | GPUs | tp | pp | cp | published, GB | account, GB | error",
+        (
+            [
+                *(row["source"], row["model"], row["gpus"], row["tp"], row["pp"], row["cp"]),
+                f"{row['measured'] / 1e9:.1f}",
+                f"{row['predicted'] / 1e9:.1f}",
+                f"{row['error']:+.1%}",
+            ]
+            for row in rows
         ),
     )
 
@@ -283,11 +298,15 @@ def tables(report: dict[str, Any], steps: dict[str, Any], practice: dict[str, An
         "megatron memory": memory_rows(figures["memory"]),
         "gpipe table 2": gpipe_rows(report["gpipe table 2"]["rows"]),
         "measured steps": step_rows(steps["groups"]),
-        "measured left out": step_rows(steps["sources left out"]),
         "measured memory": allocated_rows(steps["allocated"]),
+        "published peaks": peak_rows(steps["peaks"]),
         "practice": practice_rows(practice["rows"]),
         "measured factors": table(
-            "device and bits | factor", ([name, f"{factor:.2f}"] for name, factor in steps["factors"].items())
+            "device and bits | half of the sources | rows | factor",
+            (
+                [f"{each['device']}, {each['bits']} bits", each["half"] + 1, each["rows"], f"{each['factor']:.2f}"]
+                for each in steps["factors"]
+            ),
         ),
         "measured not expressed": table("why | rows", steps["not expressed"].items()),
         "measured 405b": table("stages a rank | recompute | seconds | GB | fits", map(meta_row, steps["llama 3 405b"])),

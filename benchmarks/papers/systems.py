@@ -7,7 +7,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from benchmarks.papers.megatron_experts import Recipe
-from slipstream.cost import ExpertRuns, ReplicaExchange, System
+from slipstream.cost import ExpertRuns, ReplicaExchange, StateBytes, System
 
 # FlashAttention-2's time over that of cuDNN's attention, on a Hopper from 32,768 tokens on (the record gpu_attention)
 FLASH_2 = 1.65
@@ -18,10 +18,8 @@ EXPERT_LAUNCH_SECONDS = 8e-5
 LAUNCHES_OF_OVERLAP = 1.55
 _ROWS = 64  # half a tile, which each expert's rows don't fill
 
-# Seconds of a ring's step between nodes: by InternEvo's steps on 16 to 1,024 A100, after these were seen.
-_RING_STEP = 5e-5
 # Gradients travel in 16 bits beside the last microbatch's backward, weights beside the first one's forward.
-_BESIDE = ReplicaExchange(gradient_bytes=2.0, beside_passes=True, step_seconds=_RING_STEP)
+_BESIDE = ReplicaExchange(gradient_bytes=2.0, beside_passes=True)
 _MEGATRON = System("Megatron", adds_in_products=True, whole_backwards=True, replicas=_BESIDE)
 _TRANSFORMER_ENGINE = replace(_MEGATRON, name="Megatron with Transformer Engine", tensor_beside="products")
 
@@ -67,8 +65,13 @@ SYSTEMS: Mapping[str, System] = MappingProxyType(
             whole_backwards=True,
             replicas=replace(_BESIDE, bucket_bytes=512 * 2**20),
         ),
+        # Gradients of all weights in 16 bits are there before they are added to those in 32.
         "nanotron": System(
-            "nanotron", attention_time=FLASH_2, whole_backwards=True, replicas=ReplicaExchange(gradient_bytes=4.0)
+            "nanotron",
+            attention_time=FLASH_2,
+            whole_backwards=True,
+            replicas=ReplicaExchange(gradient_bytes=4.0),
+            state=StateBytes(2.0, 2.0 + 4.0, 12.0),
         ),
         "NeMo Automodel": System(
             "NeMo Automodel",

@@ -113,6 +113,16 @@ def test_products_add_up_what_they_are_deep() -> None:
     assert (weights.other_depth.constant, weights.other_depth.per_token) == (0, 7)
 
 
+@pytest.mark.parametrize(("words", "unaligned"), [(1024, 0.0), (1025, 1.0), (1028, 1.0)])
+def test_products_of_widths_that_are_no_multiples_of_8_are_unaligned(words: int, unaligned: float) -> None:
+    """The head's products, and no others, in 16 bits: of logits, of their input's gradient and of the weight's."""
+    count = count_model(llama(vocab_size=words), LENGTH)
+    for op in (Op.F, Op.I, Op.W):
+        head, layer = count.head.ops[op], count.layers[0].ops[op]
+        assert head.unaligned_flops.per_token == pytest.approx(unaligned * head.flops.per_token)
+        assert layer.unaligned_flops.per_token == 0
+
+
 @pytest.mark.parametrize("config", [GPT2Config(n_embd=256, n_layer=4, n_head=4, vocab_size=1024, n_positions=512)])
 def test_a_gpt_has_the_papers_parameters_and_operations(config: PretrainedConfig) -> None:
     """PTD-P eqs. 2 and 3, of which eq. 2 leaves out the last norm's 2h and counts 13 where GPT-2 has 13 l h."""

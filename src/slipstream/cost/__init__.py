@@ -55,7 +55,7 @@ from slipstream.cost.sources import (
     CountedSource,
     ProfileSource,
 )
-from slipstream.cost.system import SLIPSTREAM, ExpertRuns, ReplicaExchange, System
+from slipstream.cost.system import BUCKET_BYTES, SLIPSTREAM, ExpertRuns, ReplicaExchange, System
 from slipstream.cost.typical_cluster import (
     ASSUMED_EFFICIENCY,
     CPU_LINK,

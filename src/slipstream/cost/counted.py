@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import product
 from math import ceil
 from typing import Any
@@ -43,6 +43,9 @@ from slipstream.schedule import BACKWARDS, Action, Op
 # How often kernels read or write scores that are written to memory. Forward: product, softmax (2), dropout (2),
 # product. Backward: dP (2), dropout (2), softmax (3), dQ, dK.
 _SCORE_PASSES = {Op.F: 6, Op.I: 9}
+# Of each step of a ring of ranks in several nodes, beside the bytes that it sends: all wait for the slowest link.
+# By InternEvo's steps on 16 to 1,024 A100, after these were seen (docs/papers.md).
+_RING_STEP_SECONDS = 5e-5
 _SCORE_BYTES = 2.5  # elements that such a score keeps: of softmax, of dropout, and half a one for its mask
 
 
@@ -113,7 +116,8 @@ class CountedCosts(CountedParts):
         computes for less of its time."""
         products = self.sharing.products(part, count, tokens)
         device, dtype = self.cluster.device, self.model.dtype
-        computed = products.flops / device.matmul_flops(dtype)
+        unaligned = products.unaligned_flops * (1 / device.unaligned_rate - 1)
+        computed = (products.flops + unaligned) / device.matmul_flops(dtype)
         if self.system.experts.part_of_tile and count is not part.ops[Op.W]:
             rows = 2 * self.system.experts.part_of_tile * part.num_in_experts / self.degrees.experts
             computed = computed + rows / (device.matmul_flops(dtype) * self.system.product_rate(dtype, device))
@@ -270,9 +274,16 @@ class CountedCosts(CountedParts):
         seconds = float(self.cluster.exchange_seconds(num_bytes, *copies))
         if not self.cluster.leaves_domain(*copies):
             return seconds
-        replicas = self.system.replicas
-        num_buckets = max(1, ceil(num_bytes / replicas.bucket_bytes))
-        return seconds + num_buckets * (copies.num_ranks - 1) * replicas.step_seconds
+        num_exchanges = max(1, ceil(num_bytes / max(self.system.replicas.bucket_bytes, self._tensor_bytes)))
+        return seconds + num_exchanges * (copies.num_ranks - 1) * _RING_STEP_SECONDS
+
+    @cached_property
+    def _tensor_bytes(self) -> float:
+        """The bytes of a layer's trained tensor on one rank, on average."""
+        layers = [self.model.layers[kind] for kind in self.model.kinds]
+        num_tensors = sum(part.num_trained_tensors for part in layers)
+        num_trained = sum(map(self.sharing.num_trained, layers))
+        return self.model.dtype_bytes * num_trained / num_tensors if num_tensors else 0.0
 
     def update_seconds(self, update: Update, trained: float, optimized: float) -> float:
         return update.moved_bytes(trained, optimized) / self.cluster.device.bytes_per_second

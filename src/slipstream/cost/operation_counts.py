@@ -29,10 +29,14 @@ class Amount:
 
 _NONE = Amount()
 # The amounts of an OpCount.
-_AMOUNTS = ("flops", "matmul_bytes", "hidden_depth", "other_depth", "wide_bytes", "other_bytes")
+_AMOUNTS = (
+    *("flops", "unaligned_flops", "matmul_bytes", "hidden_depth", "other_depth"),
+    *("wide_bytes", "other_bytes"),
+)
 # The sizes of a PartCount.
 _SIZES = (
     *("num_parameters", "num_untrained", "num_quantised", "num_in_experts", "num_trained_in_experts"),
+    "num_trained_tensors",
     *("activation_bytes", "wide_activation_bytes", "product_bytes", "state_bytes"),
 )
 
@@ -47,6 +51,7 @@ class OpCount:
     """
 
     flops: Amount = _NONE  # FLOPs of matrix products
+    unaligned_flops: Amount = _NONE  # of these, with rows of other sizes than multiples of 16 bytes
     matmul_bytes: Amount = _NONE
     hidden_depth: Amount = _NONE  # the sum over products whose depth is the width of the hidden state
     other_depth: Amount = _NONE  # the sum over all others
@@ -105,6 +110,7 @@ class PartCount:
     wide_activation_bytes: float = 0.0  # per token: the activations as wide as the hidden state
     num_in_experts: int = 0  # parameters of experts, each of which may be on another rank
     num_trained_in_experts: int = 0
+    num_trained_tensors: int = 0
     num_experts: int = 0
     experts_per_token: int = 0  # the experts that each token chooses
 

@@ -86,6 +86,7 @@ class Products(NamedTuple):
     """The matrix products of one rank."""
 
     flops: Any
+    unaligned_flops: Any
     depth: Any  # terms that elements of their results add up, one product after the other
     num_bytes: Any  # read and written
 
@@ -311,7 +312,8 @@ class Sharing:
         shared = (read.per_token - whole) * tokens / width + read.constant * self.weights_share(part)
         depth = count.hidden_depth.at(tokens) + count.other_depth.per_token * tokens
         depth = depth + count.other_depth.constant / width
-        return Products(self.flops(count, tokens), depth, whole * tokens + shared)
+        unaligned = count.unaligned_flops.at(tokens) / width
+        return Products(self.flops(count, tokens), unaligned, depth, whole * tokens + shared)
 
     def kernel_bytes(self, part: PartCount, count: OpCount, tokens: Any) -> Any:
         """Returns the bytes that an op's kernels other than products and attention read and write. Those that don't

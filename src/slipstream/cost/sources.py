@@ -55,7 +55,7 @@ class CountedSource:
         rate = cluster.host.rate(cluster.devices_per_node)
         device = cluster.device
         self.host = HostMemorySpec(rate, cluster.host.latency, device.host_memory, device.host_memory_bandwidth)
-        self.dtype, self.state = model.dtype, StateBytes.of(model.dtype)
+        self.dtype, self.state = model.dtype, system.state or StateBytes.of(model.dtype)
         self.num_experts = model.num_experts
         self.refusals = refused_ways(model) | refused_shards(model) | dict(refusals)
         # The possible numbers of ranks, by the fields of `Degrees`.

@@ -8,6 +8,7 @@ somebody else's run are computed by the same functions:
                  up; in how many bits products compute
     passes       whether a backward is one action; what selective recomputation repeats; whether the host runs ahead
     exchanges    what hides those of tensor parallelism, of experts and of replicas, and in which type gradients travel
+    state        what is kept of a parameter
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Literal
 
 from slipstream.cost.cluster import Device
 from slipstream.cost.operation_counts import Amount, ModelCount, OpCount, PartCount
+from slipstream.cost.update import StateBytes
 from slipstream.schedule import Op
 
 _NARROW_FORMATS: Mapping[int, str] = MappingProxyType({8: "float8", 4: "float4"})
@@ -35,9 +37,8 @@ class ReplicaExchange:
             weights while the first one's forward does. Otherwise both take time of their own.
         each_microbatch: whether weights are gathered for every pass of every microbatch, and gradients reduced after
             each, as FSDP does, in place of once a step.
-        bucket_bytes: of an exchange, of which there are as many as it takes.
-        step_seconds: of each step of a ring of ranks in several nodes, beside the bytes that it sends: all of them wait
-            for the slowest link, so that an exchange takes longer the more there are.
+        bucket_bytes: of an exchange of several tensors, of which there are as many as it takes; a larger tensor has one
+            for itself.
         num_sharing: ranks that share the optimizer's state, next to each other: they reduce gradients and gather
             weights among themselves, and gradients are summed over such groups. None: all that have the same weights.
     """
@@ -46,7 +47,6 @@ class ReplicaExchange:
     beside_passes: bool = False
     each_microbatch: bool = False
     bucket_bytes: float = inf
-    step_seconds: float = 0.0
     num_sharing: int | None = None
 
     def num_gathers(self, num_microbatches: int) -> int:
@@ -99,6 +99,7 @@ class System:
             products of "weights"' gradients.
         replicas: how gradients and updated weights travel.
         experts: how experts run.
+        state: bytes that it keeps of a trained parameter. None: as this library, by the dtype.
     """
 
     name: str
@@ -115,6 +116,7 @@ class System:
     tensor_beside: Literal["nothing", "products", "weights"] = "nothing"
     replicas: ReplicaExchange = ReplicaExchange()
     experts: ExpertRuns = ExpertRuns()
+    state: StateBytes | None = None
 
     def counted(self, model: ModelCount, device: Device) -> ModelCount:
         """Returns the counts of a model with this system's kernels.
@@ -132,7 +134,10 @@ class System:
         return device.narrow_rate(_NARROW_FORMATS[self.product_bits], dtype)
 
 
-SLIPSTREAM = System("slipstream")
+BUCKET_BYTES = 25 * 2**20
+"""Bytes of an exchange of several gradients, or weights, of this library."""
+
+SLIPSTREAM = System("slipstream", replicas=ReplicaExchange(bucket_bytes=BUCKET_BYTES))
 """What this library does."""
 
 
@@ -174,6 +179,7 @@ def _narrowed(model: ModelCount, rate: float, size: float) -> ModelCount:
         return replace(
             count,
             flops=times(count.flops, 1 / rate),
+            unaligned_flops=times(count.unaligned_flops, 1 / rate),
             hidden_depth=times(count.hidden_depth, 1 / rate),
             other_depth=times(count.other_depth, 1 / rate),
             matmul_bytes=Amount(size * moved.constant, of_tokens * moved.per_token),

@@ -21,6 +21,7 @@ _NO_KERNELS = {_aten.empty, _aten.empty_like, _aten.new_empty, _aten.empty_strid
 _NO_KERNELS |= {_aten.detach, _aten.lift_fresh, _aten._unsafe_view, _aten._reshape_alias, ops.prim.device}
 _ADDING_PRODUCTS = {_aten.addmm, _aten.baddbmm}
 _PRODUCTS = {_aten.mm, _aten.bmm, _aten._grouped_mm, *_ADDING_PRODUCTS}
+_LOADED_BYTES = 16  # by one instruction
 _GATHERS = {_aten.embedding, _aten.index, _aten.gather, _aten.index_select}
 _ATTENTION = {
     _aten._scaled_dot_product_flash_attention_for_cpu,
@@ -35,6 +36,7 @@ class OperationTally:
     """Totals of what has run."""
 
     flops: float = 0
+    unaligned_flops: float = 0  # of products with rows of other sizes than multiples of 16 bytes
     matmul_bytes: float = 0
     hidden_depth: float = 0
     other_depth: float = 0
@@ -79,7 +81,9 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.add(tensors)
             return result
         tally = self.tally
-        tally.flops += _FLOPS[packet](*args, **kwargs, out_val=result)
+        flops = _FLOPS[packet](*args, **kwargs, out_val=result)
+        tally.flops += flops
+        tally.unaligned_flops += 0 if all(map(_is_aligned, tensors)) else flops
         tally.num_kernels += 1
         tally.num_matmuls += 1
         tally.matmul_bytes += _num_bytes(tensors)
@@ -117,6 +121,14 @@ def weight_multiplications(module: nn.Module, experts_share: float, trained: boo
 
 def _num_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _is_aligned(operand: Tensor) -> bool:
+    """Returns whether the rows of a product's operand or result, as they lie in memory, are multiples of 16 bytes."""
+    if operand.dim() < 2:
+        return True
+    row = operand.shape[-2] if operand.stride(-2) == 1 else operand.shape[-1]
+    return row * operand.element_size() % _LOADED_BYTES == 0
 
 
 def _depth(product: Any, args: Sequence[Any]) -> float:

@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from slipstream.cost import BUCKET_BYTES
 from slipstream.errors import SlipstreamError
 from slipstream.parallel.host_link import HostLink
 from slipstream.parallel.parameter_share import part_bounds
 from slipstream.parallel.rank_group import PendingWork, RankGroup, StagedWork
 
-BUCKET_BYTES = 25 * 2**20
 NamedParameter = tuple[str, nn.Parameter]
 Bucket = list[NamedParameter]
 RowBounds = Callable[[int, int, int], tuple[int, int]]  # (number of rows, owners, owner) -> [start, stop)

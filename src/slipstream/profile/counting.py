@@ -167,7 +167,10 @@ def _count_part(
 
     ops = {}
     for op, tally in long.ops.items():
-        names = ("flops", "matmul_bytes", "hidden_depth", "other_depth", "wide_bytes", "other_bytes")
+        names = (
+            *("flops", "unaligned_flops", "matmul_bytes", "hidden_depth", "other_depth"),
+            *("wide_bytes", "other_bytes"),
+        )
         amounts: dict[str, Any] = {name: line(op, name) for name in names}
         ops[op] = OpCount(**amounts, num_matmuls=tally.num_matmuls, num_kernels=tally.num_kernels)
     itemsize = long.itemsize
@@ -189,6 +192,7 @@ def _count_part(
         wide_activation_bytes=(long.wide_bytes - short.wide_bytes) / num_tokens,
         num_in_experts=sum(p.numel() for p in long.in_experts),
         num_trained_in_experts=sum(p.numel() for p in long.in_experts if p.requires_grad),
+        num_trained_tensors=sum(p.requires_grad for p in long.parameters),
         num_experts=long.num_experts,
         experts_per_token=long.experts_per_token,
     )

@@ -124,6 +124,16 @@ def test_products_compute_and_then_read_the_weights() -> None:
     assert PLAIN.seconds(LAYER, Op.R, 10, 0) == PLAIN.seconds(LAYER, Op.F, 10, 0)
 
 
+def test_unaligned_products_compute_at_a_share_of_the_rate() -> None:
+    """Half of the operations at a quarter of the rate take five halves of the time."""
+    count = replace(PRODUCTS, unaligned_flops=Amount(0, PRODUCTS.flops.per_token / 2))
+    slow = on_device(unaligned_rate=0.25)
+    layer = part("layer", count)
+    assert slow.product_seconds(layer, count, 10) - slow.product_seconds(layer, PRODUCTS, 10) == pytest.approx(
+        1.5 * 10 * PRODUCTS.flops.per_token / 1e9
+    )
+
+
 def test_kernels_and_layers_have_a_shortest_time() -> None:
     """The host starts a layer's kernels however short the slice."""
     kernels, host = on_device(kernel_seconds=1.0), on_device(layer_seconds=1e-3)
@@ -295,6 +305,7 @@ def test_expert_parallelism_spreads_weights_and_sends_rows_there_and_back() -> N
     assert (spread.num_parameters(LAYER), spread.num_trained(LAYER)) == (300, 300)
     assert spread.num_optimized(LAYER, sharded(4)) == pytest.approx(100 / 4 + 400 / 4)
     reduced = CLUSTER.exchange_seconds(4 * 100, 4) + CLUSTER.exchange_seconds(4 * 200, 2, stride=2)
+    reduced += (3 + 1) * 50e-6  # for the steps of both rings
     assert spread.gradient_seconds(LAYER, sharded(4)) == pytest.approx(reduced)
     both = CountedCosts(model, CLUSTER, Degrees(tensor=2, experts=2))
     assert both.num_parameters(LAYER) == 100 / 2 + 400 / 2  # experts are whole on each of the ranks that share layers
