@@ -24,7 +24,7 @@ from slipstream.cluster_plans.plan_model import choose_cluster, choose_costs
 from slipstream.cost import Degrees, MeasuredCosts, ProfileSource, load_cluster, load_profile
 from slipstream.errors import SlipstreamError
 from slipstream.machine_memory import machine_memory
-from slipstream.planner.report import fused_advice, reasons
+from slipstream.planner.report import MOST_REASONS, fused_advice, reasons, refusals
 from slipstream.planner.search import PlanOptions
 from slipstream.planner.search.plan_space import PlanSpace
 from slipstream.profile import ProfileSettings, profile_model
@@ -32,7 +32,7 @@ from slipstream.profile.cost_cache import CostCache
 from slipstream.schedule import COMMUNICATION, Schedule
 from slipstream.train.config import load_config
 from slipstream.train.recorded_plan import fused_advice_of
-from slipstream.units import bytes_text, count_text, seconds_text
+from slipstream.units import bytes_text, count_text, plural, seconds_text
 from support.architectures import ARCHITECTURES, llama
 from support.forked import slipstream_command
 from support.hand_made_plan import MODEL, make_plan
@@ -75,28 +75,31 @@ def test_table_reasons_and_files_agree_with_the_plan(
     shown = capsys.readouterr().out
     settings: dict[str, Any] = {"seq_len": SEQ_LEN, "global_batch": 4, "dtype": "float32", "num_best": 3}
     found = slipstream.plan(model, cluster, **settings, slicing=["equal-time", "exact"])
-    table = [line for line in shown.splitlines() if re.match(r" \d+ x \d+ x \d+ ", line)]
+    table = [line for line in shown.splitlines() if re.match(r" \d+ x \d+ x \d+ x \d+ \(\d+\) ", line)]
     best = found.best
     chosen = best.plan
     assert len(table) == len(found.predictions) <= 3
     for line, each in zip(table, found.predictions, strict=True):
         degrees = each.plan
-        names = [degrees.tensor_parallel, degrees.pipeline_parallel, degrees.data_parallel]
-        assert line.split()[:5:2] == [str(name) for name in names]
+        names = [degrees.tensor_parallel, degrees.context_parallel, degrees.pipeline_parallel, degrees.data_parallel]
+        assert line.split()[:7:2] == [str(name) for name in names]
         assert f" {seconds_text(each.step_seconds)} " in line
         assert f" {count_text(each.tokens_per_second)} " in line
     assert f"memory of rank {best.fullest_rank}" in shown
     assert all(kind in shown for kind, size in best.memory[best.fullest_rank].items() if size)
-    assert shown.count(" instead of ") >= 1
+    because = [line for line in shown.splitlines() if line.startswith("With ") and " instead of " in line]
+    assert because == [*map(str, reasons(found)[:MOST_REASONS])]
+    assert because
+    num_more = len(reasons(found)) - len(because)
+    assert (f"{plural(num_more, 'more reason')} in {report}" in shown) == (num_more > 0)
     assert f"searched {found.num_configurations:,} configurations" in shown
     wrote, train = shown.splitlines()[-2:]
     assert wrote == f"wrote {output} and {report}"
     assert train.startswith("to train on each of 2 nodes: torchrun --nnodes=2 --nproc-per-node=2 --rdzv-backend=c10d ")
     assert f" -m slipstream train {output} --data.files=[TEXT.txt] " in train
-    (legend,) = [line for line in shown.splitlines() if line.startswith("Computed, not measured")]
     heading = next(line for line in shown.splitlines() if "tokens/s" in line)
-    for column in ("tp x pp x dp", "step", "tokens/s", "MFU", "idle", "memory", "slicing"):
-        assert (f" {column}: " in legend) == (column in heading)
+    for column in ("tp x cp x pp x dp (ep)", "step", "tokens/s", "MFU", "idle", "memory", "slicing"):
+        assert (f"\n  {column}: " in shown) == (column in heading)
     assert written["parallel"]["tensor"] == chosen.tensor_parallel
     assert written["plan"]["predicted"]["step_seconds"] == pytest.approx(best.step_seconds, rel=1e-5)
     assert written["pipeline"]["slices"] == list(best.plan.slices)
@@ -297,11 +300,11 @@ def test_why_ranks_share_no_other_slices_and_experts(cluster: Path) -> None:
     """A line says how much longer a step takes with other degrees than the fastest plan's, or why there are none."""
     settings: dict[str, Any] = {"seq_len": SEQ_LEN, "global_batch": 4, "dtype": "float32", "schedule": ["1f1b"]}
     found = slipstream.plan(ARCHITECTURES["gpt_oss"], cluster, **settings)
-    said = "\n".join(reasons(found))
+    said = "\n".join(map(str, reasons(found)))
     for choice in ("context_parallel", "expert_parallel"):
         chosen = found.best.plan.choice(choice)
         assert re.search(rf"{choice.replace('_', ' ')} \d instead of {chosen}", said)
-    recurrent = "\n".join(reasons(slipstream.plan(HYBRIDS["lfm2"], cluster, **settings)))
+    recurrent = "\n".join(refusals(slipstream.plan(HYBRIDS["lfm2"], cluster, **settings)))
     assert "context parallel 1: layer 0 carries a state" in recurrent
 
 

@@ -97,12 +97,12 @@ def test_differences_are_named() -> None:
 def test_a_plan_is_described_on_one_line() -> None:
     assert NAMED.describe() == str(NAMED)
     assert NAMED.describe() == (
-        "tensor 2 x pipeline 2 x data 3, schedule interleaved-1f1b, 2 stages per rank, 2 slices, 1 sequence per "
-        "microbatch, recompute full, optimizer state sharded"
+        "tensor 2 x context 1 x pipeline 2 x data 3, expert 1, schedule interleaved-1f1b, 2 stages per rank, 2 slices, "
+        "1 sequence per microbatch, recompute full, optimizer state sharded"
     )
     shared = replace(ONE_DEVICE, context_parallel=2, context_exchange="keys", expert_parallel=2, slicing="exact")
     assert shared.describe() == (
-        "tensor 1 x context 2 by keys x pipeline 1 x data 1, experts over 2 ranks, schedule 1f1b, 1 stage per rank, "
+        "tensor 1 x context 2 by keys x pipeline 1 x data 1, expert 2, schedule 1f1b, 1 stage per rank, "
         "1 exact slice, 1 sequence per microbatch"
     )
     assert Plan(pipeline_parallel=4, offload=0.5).describe() == "pipeline 4, 50% offloaded"

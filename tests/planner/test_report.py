@@ -15,10 +15,12 @@ from slipstream.planner.plan_report import Alternative, PlanReport
 from slipstream.planner.report import (
     MOST_RANKS,
     MOST_SPANS,
+    legend,
     reasons,
     report_page,
     search_text,
     shared_choices,
+    shown_columns,
     shown_parts,
     slices_text,
     timeline_svg,
@@ -82,7 +84,7 @@ def test_what_others_named_is_text(plan: PlanReport, page: ElementTree.Element) 
 
 def test_the_table_says_what_was_predicted(plan: PlanReport, page: ElementTree.Element) -> None:
     heading, *rows = tables(page)[0]
-    assert heading == ["", "tp x pp x dp", "schedule", "slices", "step", "tokens/s", "MFU", "idle", "memory"]
+    assert heading == ["", "tp x cp x pp x dp (ep)", "schedule", "slices", "step", "tokens/s", "MFU", "idle", "memory"]
     assert shared_choices(plan.predictions)["microbatches"] == "2 of 1"
     assert len(rows) == len(plan.predictions)
     for row, predicted in zip(rows, plan.predictions, strict=True):
@@ -193,16 +195,46 @@ def test_reasons_name_the_choice_the_time_and_where_it_goes(plan: PlanReport) ->
         },
     )
     found = reasons(replace(plan, alternatives=(Alternative("tensor_parallel", other),)))
-    held = bytes_text(best.peak_memory)
-    told = f"+7.1%, {held} (12.3 s more waiting, 2.10 s less computing; with data parallel 2, recompute stage)"
-    assert found == [f"tensor parallel 4 instead of 1: {told}"]
-    both = (Alternative("tensor_parallel", other), Alternative("data_parallel", other))
-    (line,) = reasons(replace(plan, alternatives=both))
-    assert line.startswith(f"tensor parallel 4 instead of 1, data parallel 2 instead of 1: +7.1%, {held} (")
-    same = replace(best, plan=replace(best.plan, offload=0.5))
-    assert reasons(replace(plan, alternatives=(Alternative("offload", same),))) == [
-        f"offload 50% instead of none: as fast, {held}"
+    size = f"{seconds_text(other.step_seconds)}, {bytes_text(best.peak_memory)}"
+    told = f"a step takes 7.1% longer ({size}): 12.3 s more waiting, 2.10 s less computing."
+    assert [reason.lines for reason in found] == [
+        [f"With tensor parallel 4 instead of 1 {told}", "That plan also has data parallel 2, recompute stage."]
     ]
+    both = (Alternative("tensor_parallel", other), Alternative("data_parallel", other))
+    (reason,) = reasons(replace(plan, alternatives=both))
+    assert str(reason) == (
+        f"With tensor parallel 4 instead of 1 and data parallel 2 instead of 1 {told} That plan also has recompute "
+        "stage."
+    )
+    same = replace(best, plan=replace(best.plan, offload=0.5))
+    (reason,) = reasons(replace(plan, alternatives=(Alternative("offload", same),)))
+    size = f"{seconds_text(best.step_seconds)}, {bytes_text(best.peak_memory)}"
+    assert str(reason) == f"With offload 50% instead of none a step takes as long ({size})."
+
+
+def test_reasons_about_the_pipeline_its_slices_and_the_other_degrees_come_first(plan: PlanReport) -> None:
+    """Of choices that are best in one plan, those are named, and the others are differences."""
+    best = plan.best
+    fewer = replace(best, step_seconds=best.step_seconds * 0.9, plan=replace(best.plan, recompute="full", num_slices=2))
+    spread = replace(best, plan=replace(best.plan, vocabulary="spread"))
+    wider = replace(best, plan=replace(best.plan, context_parallel=2))
+    of_plans = {"vocabulary": spread, "recompute": fewer, "context_parallel": wider, "num_slices": fewer}
+    found = reasons(replace(plan, alternatives=tuple(Alternative(*each) for each in of_plans.items())))
+    assert [reason.choices for reason in found] == [("recompute", "num_slices"), ("context_parallel",), ("vocabulary",)]
+    assert found[0].claim.startswith("With slices 2 instead of 4 a step takes 10.0% less (")
+    assert found[0].others == "That plan also has recompute full"
+
+
+def test_the_legend_and_the_reasons_of_the_page_have_a_line_each(plan: PlanReport) -> None:
+    (alternative, _) = plan.alternatives
+    other = replace(alternative.prediction, plan=replace(alternative.prediction.plan, recompute="full"))
+    page = ElementTree.fromstring(report_page(replace(plan, alternatives=(Alternative("schedule", other),))))
+    items = [[*item.itertext()] for item in page.iter("li")]
+    columns = shown_columns(plan.predictions)
+    assert [[line] for line in legend(columns)] == [item for item in items if item[0].partition(":")[0] in columns]
+    (reason,) = reasons(replace(plan, alternatives=(Alternative("schedule", other),)))
+    assert len(reason.lines) == 2
+    assert reason.lines in items
 
 
 def test_the_search_says_what_it_may_have_missed(plan: PlanReport) -> None:

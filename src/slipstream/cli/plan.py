@@ -206,7 +206,7 @@ def _run(
         best_plan = find_plan(described, cluster, progress=show, **settings)
         change("counting fused operations")
         fused = fused_advice(best_plan.fused_gain, "--fused")
-    _print(best_plan, _dtype_lines(best_plan, cluster, settings["dtype"]), fused)
+    _print(best_plan, _dtype_lines(best_plan, cluster, settings["dtype"]), fused, report)
     write_plan_file(best_plan, described.section, output, described.lora)
     if report is not None:
         from slipstream.planner.report import write_report
@@ -283,11 +283,13 @@ def _is_profile(cluster: str | None) -> bool:
     return cluster is not None and cluster.endswith(".json")
 
 
-def _print(plan: PlanReport, about_dtype: Sequence[str], fused: str) -> None:
+def _print(plan: PlanReport, about_dtype: Sequence[str], fused: str, report: Path | None) -> None:
     from slipstream.planner.report import (
+        MOST_REASONS,
         cut_lines,
-        legend_text,
+        legend,
         reasons,
+        refusals,
         search_text,
         shared_choices,
         shared_text,
@@ -309,7 +311,9 @@ def _print(plan: PlanReport, about_dtype: Sequence[str], fused: str) -> None:
     print_table(plans)
     if shared:
         say(shared_text(shared))
-    say("Computed, not measured: each step was simulated. " + legend_text(columns))
+    say("Computed, not measured: each step was simulated.")
+    for line in legend(columns):
+        say(f"  {line}")
     if plan.simpler:
         say(plan.simpler)
     for line in cut_lines(plan.best):
@@ -317,8 +321,12 @@ def _print(plan: PlanReport, about_dtype: Sequence[str], fused: str) -> None:
     say()
     print_table(memory)
     say()
-    for index, line in enumerate(reasons(plan)):
-        say(("why:  " if index == 0 else "      ") + line)
+    found = reasons(plan)
+    for line in [*map(str, found[:MOST_REASONS]), *refusals(plan)]:
+        say(line)
+    if len(found) > MOST_REASONS:
+        place = f"in {report}" if report is not None else "in a report: add --report plan.html"
+        say(f"{plural(len(found) - MOST_REASONS, 'more reason')} {place}")
     if fused:
         say(fused)
     say(search_text(plan))

@@ -47,8 +47,9 @@ def fact_tiles(facts: Iterable[tuple[str, str, str]]) -> str:
 
 
 def html_list(items: Iterable[str]) -> str:
-    """Returns the items with a dot each."""
-    return f"<ul class='plain'>{''.join(f'<li>{escape(item)}</li>' for item in items)}</ul>"
+    """Returns the items with a dot each; an item's lines are below each other."""
+    texts = ("<br/>".join(map(escape, item.splitlines())) for item in items)
+    return f"<ul class='plain'>{''.join(f'<li>{text}</li>' for text in texts)}</ul>"
 
 
 def details(title: str, inner: str) -> str:

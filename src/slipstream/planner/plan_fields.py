@@ -146,15 +146,17 @@ def _counted(plan: Decisions, name: str, noun: str) -> str:
     return "" if plan.is_open(name) else plural(plan.choice(name), noun)
 
 
+# The degrees whose product is the number of devices
+_PRODUCT = ("tensor_parallel", "context_parallel", "pipeline_parallel", "data_parallel")
+
+
 def _said_degrees(plan: Decisions) -> str:
-    exchange = _decided(plan, "context_exchange", " by {}")
-    degrees = [
-        _decided(plan, "tensor_parallel", "tensor {}"),
-        "" if plan.choice("context_parallel") == 1 else _decided(plan, "context_parallel", "context {}" + exchange),
-        _decided(plan, "pipeline_parallel", "pipeline {}"),
-        _decided(plan, "data_parallel", "data {}"),
-    ]
-    return " x ".join(filter(None, degrees))
+    """Returns the degrees, the ranks over which experts are spread after the product of the others."""
+    factors = [_decided(plan, name, f"{name.removesuffix('_parallel')} {{}}") for name in _PRODUCT]
+    if plan.choice("context_parallel") != 1 and factors[1]:
+        factors[1] += _decided(plan, "context_exchange", " by {}")
+    experts = _decided(plan, "expert_parallel", "expert {}")
+    return ", ".join(filter(None, [" x ".join(filter(None, factors)), experts]))
 
 
 def _said_order(plan: Decisions) -> str:
@@ -186,7 +188,8 @@ def _said_shards(plan: Decisions) -> str:
 
 
 def _degrees(plan: Decisions) -> str:
-    return f"{plan.choice('tensor_parallel')} x {plan.choice('pipeline_parallel')} x {plan.choice('data_parallel')}"
+    """Returns the degrees, in brackets that of experts: they are spread over ranks that the product has counted."""
+    return f"{' x '.join(str(plan.choice(name)) for name in _PRODUCT)} ({plan.choice('expert_parallel')})"
 
 
 def _stages(plan: Decisions) -> str:
@@ -207,12 +210,9 @@ _WAYS = tuple(
         setting=f"parallel.{way.degree}",
         absent=1,
         plain=1,
-        said="" if way.has_axis else f"{way.degree} over {{}} ranks",
-        title=way.axis,
-        meaning=way.meaning,
     )
     for way in SHARED_WORK
-    # Tensor parallelism is in the column of the mesh.
+    # The field that says the degrees of all is below.
     if way.axis != "tp"
 )
 
@@ -223,8 +223,9 @@ PLAN_FIELDS: Mapping[str, PlanField] = {
             name="tensor_parallel",
             setting="parallel.tensor",
             said=_said_degrees,
-            title="tp x pp x dp",
-            meaning="devices that share every layer, ranks of a pipeline, pipelines that share the batch",
+            title="tp x cp x pp x dp (ep)",
+            meaning="devices that share every layer, ranks that share every slice, ranks of a pipeline, pipelines that "
+            "share the batch; (ep): ranks over which experts are spread",
             cell=_degrees,
         ),
         *_WAYS,

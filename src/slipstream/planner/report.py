@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from math import inf, isfinite
 from pathlib import Path
@@ -21,7 +21,8 @@ from slipstream.units import bytes_text, count_text, numbers_text, plural, secon
 
 _SMALL = 0.05  # of the largest change: smaller ones aren't named as reasons,
 _TINY = 5e-4  # nor those below this share of the step
-_NUM_REASONS = 3
+_MOST_CAUSES = 3  # of a reason
+MOST_REASONS = 3  # in the text; the report has all
 _WORTH_FUSING = 0.02  # the share of the step that fused kernels must save to be advised
 _MOST_NUMBERS = 16  # in a list of them
 
@@ -97,9 +98,9 @@ def shown_columns(predictions: Sequence[Prediction]) -> dict[str, Column]:
     return {name: column for name, column in COLUMNS.items() if name not in left_out}
 
 
-def legend_text(columns: Mapping[str, Column] = COLUMNS) -> str:
-    """Returns the columns' meanings, in a line."""
-    return "; ".join(f"{name}: {column.meaning}" for name, column in columns.items() if column.meaning) + "."
+def legend(columns: Mapping[str, Column] = COLUMNS) -> list[str]:
+    """Returns a line for each column whose heading doesn't say what is in it."""
+    return [f"{name}: {column.meaning}" for name, column in columns.items() if column.meaning]
 
 
 def memory_text(prediction: Prediction) -> str:
@@ -123,37 +124,83 @@ def shared_text(choices: Mapping[str, str]) -> str:
 # --- reasons ---------------------------------------------------------------------------------------------------------
 
 
-def reasons(plan: PlanReport) -> list[str]:
-    """Returns a line for each configuration that is the best with other values of one or more choices.
+class Reason(NamedTuple):
+    """Why the best plan has no other value of one or more choices."""
 
-    It says which choices differ, how much longer a step takes, the memory of the fullest rank, where the time goes, and
-    further differences. Of degrees that the model doesn't allow it says why.
+    choices: tuple[str, ...]  # whose best other values are all in one plan
+    claim: str  # how much longer a step of that plan takes
+    causes: str = ""  # where the time goes; "" where hardly any is lost or gained
+    others: str = ""  # in what else the two plans differ
+
+    @property
+    def lines(self) -> list[str]:
+        """The reason as sentences: the claim with its causes, then the other differences."""
+        claim = f"{self.claim}: {self.causes}." if self.causes else f"{self.claim}."
+        return [claim, f"{self.others}."] if self.others else [claim]
+
+    def __str__(self) -> str:
+        return " ".join(self.lines)
+
+
+def reasons(plan: PlanReport) -> list[Reason]:
+    """Returns a reason for each plan that is the best with other values of one or more choices.
+
+    Those about the pipeline, its slices and the other degrees come first, as they are what most people choose between.
     """
-    best, groups = plan.best, dict[Plan, list[Alternative]]()
+    groups = dict[Plan, list[Alternative]]()
     for alternative in plan.alternatives:
         groups.setdefault(alternative.prediction.plan, []).append(alternative)
-    lines = [_reason([alternative.choice for alternative in group], group[0], best) for group in groups.values()]
-    refused = [f"{PLAN_FIELDS[choice].named_value(best.plan)}: {reason}" for choice, reason in plan.refusals.items()]
-    return lines + refused
+    found = [_reason([each.choice for each in group], group[0], plan.best) for group in groups.values()]
+    return sorted(found, key=lambda reason: min(map(_place, reason.choices)))
 
 
-def _reason(choices: Sequence[str], alternative: Alternative, best: Prediction) -> str:
-    other, mine = alternative.prediction.plan, best.plan
-    chosen = [PLAN_FIELDS[choice] for choice in choices]
-    instead = ", ".join(f"{field.named_value(other)} instead of {field.value(mine)}" for field in chosen)
-    different = [choice for choice in CHOICES if other.choice(choice) != mine.choice(choice)]
-    longer = alternative.prediction.step_seconds / best.step_seconds - 1
-    changes = [f"{seconds_text(abs(s))} {'more' if s > 0 else 'less'} {c}" for c, s in _main_changes(alternative, best)]
-    others = ", ".join(PLAN_FIELDS[choice].named_value(other) for choice in different if choice not in choices)
-    notes = "; ".join(filter(None, [", ".join(changes), f"with {others}" if others else ""]))
-    how_much = f"{longer:+.1%}" if abs(longer) >= _TINY else "as fast"
-    return f"{instead}: {how_much}, {bytes_text(alternative.prediction.peak_memory)}" + (f" ({notes})" if notes else "")
+# The choices that reasons are about first
+_FIRST = ("pipeline_parallel", "num_slices", "tensor_parallel", "context_parallel", "data_parallel", "expert_parallel")
+
+
+def _place(choice: str) -> int:
+    """Returns the place of a reason about a choice."""
+    return _FIRST.index(choice) if choice in _FIRST else len(_FIRST)
+
+
+def _reason(choices: Sequence[str], alternative: Alternative, best: Prediction) -> Reason:
+    prediction = alternative.prediction
+    other, mine = prediction.plan, best.plan
+    # Of many choices those that people begin with; the others are among the differences.
+    named = sorted((choice for choice in choices if choice in _FIRST), key=_place) or choices
+    instead = _listed(
+        f"{PLAN_FIELDS[choice].named_value(other)} instead of {PLAN_FIELDS[choice].value(mine)}" for choice in named
+    )
+    change = prediction.step_seconds / best.step_seconds - 1
+    takes = "as long" if abs(change) < _TINY else f"{abs(change):.1%} {'longer' if change > 0 else 'less'}"
+    size = f"{seconds_text(prediction.step_seconds)}, {bytes_text(prediction.peak_memory)}"
+    causes = [f"{seconds_text(abs(s))} {'more' if s > 0 else 'less'} {c}" for c, s in _main_changes(alternative, best)]
+    different = [choice for choice in CHOICES if other.choice(choice) != mine.choice(choice) and choice not in named]
+    others = ", ".join(PLAN_FIELDS[choice].named_value(other) for choice in different)
+    return Reason(
+        tuple(choices),
+        f"With {instead} a step takes {takes} ({size})",
+        ", ".join(causes),
+        f"That plan also has {others}" if others else "",
+    )
+
+
+def _listed(words: Iterable[str]) -> str:
+    """Returns words with commas and an "and"."""
+    *first, last = words
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def _main_changes(alternative: Alternative, best: Prediction) -> list[tuple[str, float]]:
     changes = alternative.why(best)
     least = max(_SMALL * abs(changes[0][1]), _TINY * best.step_seconds) if changes else 0.0
-    return [(cause, seconds) for cause, seconds in changes[:_NUM_REASONS] if abs(seconds) > least]
+    return [(cause, seconds) for cause, seconds in changes[:_MOST_CAUSES] if abs(seconds) > least]
+
+
+def refusals(plan: PlanReport) -> list[str]:
+    """Returns a sentence for each degree that the model doesn't allow to be more than it is."""
+    fields = ((PLAN_FIELDS[choice], reason) for choice, reason in plan.refusals.items())
+    return [f"{field.named_value(plan.best.plan)}: {reason}" for field, reason in fields]
 
 
 def search_text(plan: PlanReport) -> str:
@@ -272,14 +319,15 @@ def _headline(plan: PlanReport) -> str:
 
 
 def _table(plan: PlanReport) -> str:
-    shared = shared_choices(plan.predictions)
-    columns = {name: column.text for name, column in shown_columns(plan.predictions).items()}
+    shared, shown = shared_choices(plan.predictions), shown_columns(plan.predictions)
+    columns = {name: column.text for name, column in shown.items()}
     columns["memory"] = lambda prediction: bytes_text(prediction.peak_memory)  # the headline has the limit, too
     cells = [[text(prediction) for text in columns.values()] for prediction in plan.predictions]
     rows = [(f"plan {place}", *row) for place, row in enumerate(cells, 1)]
     lines = [*([shared_text(shared)] if shared else []), *([plan.simpler] if plan.simpler else [])]
     more = "".join(f"<p class='soft'>{escape(line)}</p>" for line in lines)
-    return section("The best plans", table(["", *columns], rows, best=0) + more)
+    meanings = details("What the columns say", html_list(legend(shown)))
+    return section("The best plans", table(["", *columns], rows, best=0) + more + meanings)
 
 
 def _time(plan: PlanReport) -> str:
@@ -324,7 +372,8 @@ def _reasons(plan: PlanReport) -> str:
     if not plan.alternatives:
         return section("Why it is the best", "<p>There was no other choice.</p>" + fused)
     intro = "<p class='soft'>The best plan found with another value of one choice, and how much longer it takes.</p>"
-    return section("Why it is the best", intro + html_list(reasons(plan)) + fused)
+    found = ["\n".join(reason.lines) for reason in reasons(plan)] + refusals(plan)
+    return section("Why it is the best", intro + html_list(found) + fused)
 
 
 def _cuts(plan: PlanReport) -> str:
