@@ -13,12 +13,12 @@ import hashlib
 import json
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import long_sequence_page
+from benchmarks import long_sequence_page, plan_search_page
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -357,22 +357,29 @@ def tables() -> dict[str, str]:
     width = max(map(len, SUBJECTS))
     commands = [f"{name:{width}}  {subject.command}" for name, subject in SUBJECTS.items()]
     long = RESULTS / "long_sequence.json"
+    searches = [json.loads((RESULTS / f"{name}.json").read_text()) for name in ("plan_search", "plan_lengths")]
     return {
         "long sequences": long_sequence_page.text(json.loads(long.read_text())) if long.exists() else "",
+        "searches": plan_search_page.text(*searches),
         "records": "\n".join(lines) + "\n",
         "commands": "\n".join(["```text", *commands, "```"]) + "\n",
     }
 
 
-def with_tables(text: str) -> str:
-    """Returns the page's text with its generated parts as the records have them."""
-    for name, content in tables().items():
+def with_parts(text: str, parts: Mapping[str, str]) -> str:
+    """Returns a page's text with other generated parts, by the names of the marks around them."""
+    for name, content in parts.items():
         begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
         before, _, rest = text.partition(begin)
         _, found, after = rest.partition(end)
-        assert found, f"{PAGE} has no part between {begin!r} and {end!r}"
+        assert found, f"the page has no part between {begin!r} and {end!r}"
         text = before + begin + content + end + after
     return text
+
+
+def with_tables(text: str) -> str:
+    """Returns the page's text with its generated parts as the records have them."""
+    return with_parts(text, tables())
 
 
 def main() -> None:
