@@ -46,6 +46,7 @@ TRIALS = {
     "mesh_grid": "--rounds 1",
     "model_paths": "",
     "plan_search": "",
+    "plan_requests": "",
     "planned": "--budget 20 --repeats 1",
     "checkpoint": "--length 64 --steps 1 --repeats 1",
     "zero3": "--length 64 --repeats 1",

@@ -165,6 +165,11 @@ SUBJECTS = {
     ),
     "command_line": Subject("the time of `slipstream --help`", "command_line"),
     "plan_search": Subject("how long whole plans take to find", "plan_search", sources=_PLANNER),
+    "plan_requests": Subject(
+        "ten requests to `slipstream plan`, what slices gain, and the CPU seconds of each",
+        "plan_requests",
+        sources=_PLANNER,
+    ),
     "joint_search": Subject(
         "how long the joint search takes, and how far from its bounds it ends",
         "plan_search",

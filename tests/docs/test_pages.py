@@ -17,7 +17,7 @@ from benchmarks.zoo import page as models_page
 from tools import cli_page, configuration_page, walks
 
 import slipstream
-from benchmarks import records, zero3_page
+from benchmarks import plan_requests, records, zero3_page
 from slipstream.option_errors import records_in
 from slipstream.schedule import SCHEDULES
 from slipstream.train.config import Config
@@ -123,6 +123,26 @@ def test_the_page_of_zero3_has_the_recorded_tables() -> None:
     text = zero3_page.PAGE.read_text(encoding="utf-8")
     for name, content in zero3_page.tables(json.loads((records.RESULTS / "zero3.json").read_text())).items():
         assert zero3_page.MARK.format(name) + content in text
+
+
+def recorded_requests() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((records.RESULTS / f"{plan_requests.NAME}.json").read_text())
+    return found
+
+
+def test_the_page_of_where_slices_win_has_the_recorded_plans() -> None:
+    """Otherwise: `python -m benchmarks.plan_requests --page`."""
+    text = plan_requests.PAGE.read_text(encoding="utf-8")
+    assert records.with_parts(text, plan_requests.tables(recorded_requests())) == text
+
+
+def test_slices_win_where_the_page_says_so() -> None:
+    """In every situation that the record has: a run that was interrupted has fewer."""
+    expected = {each.command: (each.situation, each.slices_win) for each in plan_requests.REQUESTS}
+    rows = recorded_requests()["rows"]
+    assert {win for _, win in expected.values()} == {plan_requests.slices_win(row) for row in rows}
+    for row in rows:
+        assert (row["situation"], plan_requests.slices_win(row)) == expected[row["command"]]
 
 
 @pytest.mark.parametrize("name", models_page.PAGES)
