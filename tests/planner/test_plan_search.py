@@ -311,8 +311,8 @@ def test_what_does_not_fit_says_by_how_much_and_what_would() -> None:
     """On a device, or on a host that is too small."""
     space = PlanSpace(source(), SEQ_LEN, 8, PlanOptions())
     smallest = min(size for _, size, _ in space.bounded())
-    tight = PlanOptions(recompute=("none",), offload=(0.0,), shard=("none",), memory_limit=smallest * 1.3)
-    lacks = r"needs [\d.]+ MB on rank \d, [\d.]+ [kM]B more than the [\d.]+ MB.* cheapest change that would fit: allow "
+    tight = PlanOptions(recompute=("none",), offload=(0.0,), shard=("none",), memory_limit=smallest * 2)
+    lacks = r"needs [\d.]+ MB on rank \d, [\d.]+ MB more than the [\d.]+ MB.* change that would fit: allow recompute="
     with pytest.raises(SlipstreamError, match=lacks):
         find_plan(ClusterProblem(source(), SEQ_LEN, 8, options=tight))
     small = small_cluster(1, 2)
@@ -329,10 +329,10 @@ def test_what_fits_no_choice_wants_more_devices() -> None:
     model = gpt(num_layers=24, hidden=12288, heads=96)
     cluster = load_cluster("a100-selene").with_nodes(1)
     cluster = replace(cluster, device=replace(cluster.device, host_memory=32e9))
-    with pytest.raises(SlipstreamError, match=r"would fit: \d+ devices instead of 8") as caught:
+    with pytest.raises(SlipstreamError, match=r"would fit: num_nodes=\d+ with devices=") as caught:
         find_plan(ClusterProblem(CountedSource(model, cluster, "gpt"), 2048, 8))
-    wanted = int(str(caught.value).split("would fit: ")[1].split()[0])
-    larger = CountedSource(model, cluster.with_nodes(wanted // 8), "gpt")
+    wanted = int(str(caught.value).split("num_nodes=")[1].split()[0])
+    larger = CountedSource(model, cluster.with_nodes(wanted), "gpt")
     assert find_plan(ClusterProblem(larger, 2048, 8, options=PlanOptions(num_simulated=1))).best.peak_memory <= 80e9
 
 

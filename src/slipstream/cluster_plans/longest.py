@@ -16,9 +16,10 @@ from slipstream.planner import PlanReport
 from slipstream.planner.find_plan import find_plan
 from slipstream.planner.progress import ProgressReport, untold
 from slipstream.planner.search import ClusterProblem, PlanOptions, check_count
-from slipstream.planner.search.misfit import find_fitting
+from slipstream.planner.search.plan_space import PlanSpace
 from slipstream.planner.search.savings import SAVINGS
 from slipstream.planner.search.schedule_shape import working_memory
+from slipstream.planner.search.smallest import MemorySearch, longest_that_fits
 
 _STEP = 1024  # tokens of which lengths are multiples
 _MOST = 2**24  # tokens of a sequence, for models that take any
@@ -125,20 +126,11 @@ def _longest(
     def fits(length: int) -> bool:
         progress(f"tokens with {savings or 'nothing saved'}", length, 0)
         with working_memory():
-            return find_fitting(ClusterProblem(source, length, global_batch, options)) is not None
+            return MemorySearch(PlanSpace(source, length, global_batch, options)).fitting() is not None
 
-    # 1. Double the length until it doesn't fit.
-    fitting, too_long = 0, min(_STEP, most)
-    while too_long <= most and fits(too_long):
-        fitting, too_long = too_long, 2 * too_long
+    fitting = longest_that_fits(fits, _STEP, most, _PRECISION)
     if not fitting:
         return LongestSequence(savings, 0, None)
-    # 2. Halve the interval.
-    too_long = min(too_long, most + 1)
-    while too_long - fitting > max(_STEP, _PRECISION * fitting):
-        middle = (fitting + too_long) // 2 // _STEP * _STEP
-        fitting, too_long = (middle, too_long) if fits(middle) else (fitting, middle)
-    # 3. Plan it.
     few = options.changed(num_simulated=_SIMULATED, num_best=1)
     report = find_plan(ClusterProblem(source, fitting, global_batch, few), progress)
     return LongestSequence(savings, fitting, report)

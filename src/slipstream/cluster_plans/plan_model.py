@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,7 @@ from slipstream.model import (
     check_base_precision,
     check_length,
     check_method,
+    check_parallel,
     check_quantisable,
     find_anatomy,
     find_frozen,
@@ -120,11 +121,39 @@ def plan(
         lora_base_precision=lora_base_precision,
     )
     source = find_source(fused=fused)
-    problem = ClusterProblem(source, seq_len, global_batch, allowed)
+    # All weights are trained: an adapter would need less.
+    cheaper = isinstance(model, DescribedModel) and isinstance(source, CountedSource) and not source.trained()
+    with_adapters = partial(_with_adapters, find_source, fused) if cheaper else _nothing_cheaper
+    problem = ClusterProblem(source, seq_len, global_batch, allowed, with_adapters)
     report = find_plan(problem, progress or untold)
     if isinstance(model, ModelCount) or isinstance(source, ProfileSource) or fused:
         return report
     return replace(report, fused_seconds=partial(_fused_seconds, report.best.plan, problem, find_source))
+
+
+def _nothing_cheaper() -> Iterator[tuple[str, CostSource]]:
+    return iter(())
+
+
+_RANK = 8  # of the adapters that are advised, as a training's section `lora` has it by default
+
+
+def _with_adapters(find_source: Callable[..., CostSource], fused: bool) -> Iterator[tuple[str, CostSource]]:
+    """Yields what to type for an adapter by LoRA on all linear layers, and on weights in 4 bits, with the costs of each
+    that can be trained."""
+    from peft import LoraConfig
+
+    adapter = LoraConfig(r=_RANK, target_modules="all-linear", task_type="CAUSAL_LM")
+    ways: dict[BasePrecision, str] = {
+        "full": f"train an adapter (lora.r={_RANK} in a training configuration, or lora=LoraConfig(...))",
+        "nf4": f"train an adapter on weights in 4 bits (lora.r={_RANK} and lora.base_precision=nf4 in a training "
+        'configuration, or lora=LoraConfig(...) with lora_base_precision="nf4")',
+    }
+    for precision, typed in ways.items():
+        try:
+            yield typed, find_source(fused=fused, lora=adapter, lora_base_precision=precision)
+        except SlipstreamError:
+            continue
 
 
 def _fused_seconds(plan: Plan, problem: ClusterProblem, find_source: Callable[..., CostSource]) -> float:
@@ -315,8 +344,10 @@ def _counted_source(
         refusals = {each.choice: reason for each in degrees if (reason := shared[each.degree].refusal)}
         if refused := _why_head_stays_whole(config, bool(freeze) or lora is not None):
             refusals["vocabulary"] = refused
-    if lora is not None:
+    if trained.adapter is not None:
         refusals["shard"] = "Sharded parameters haven't been shown to be exact with adapters."
+        if refused := _why_adapter_stays_whole(trained.adapter):
+            refusals["tensor_parallel"] = refused
     return CountedSource(count, described, model.name, shares_tokens, fused, refusals)
 
 
@@ -332,6 +363,15 @@ def _why_head_stays_whole(config: PretrainedConfig, trains_a_part: bool) -> str:
         return "It is planned for models all of whose weights train."
     try:
         find_spreadable_head(config, find_anatomy(config))
+    except SlipstreamError as error:
+        return str(error)
+    return ""
+
+
+def _why_adapter_stays_whole(adapter: Adapter) -> str:
+    """Returns why training refuses tensor ranks with an adapter; "" where it takes some."""
+    try:
+        check_parallel(adapter, 2, shards_parameters=False)
     except SlipstreamError as error:
         return str(error)
     return ""

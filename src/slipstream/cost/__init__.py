@@ -8,7 +8,7 @@ from slipstream.cost.fit import AttentionWindow, SlicePoint, TimeFit, find_windo
 from slipstream.cost.host_memory import ANY_HOST, SOME_GPUS_HOST, HostMemorySpec
 from slipstream.cost.measured import MeasuredCosts, profile_behind
 from slipstream.cost.measured_stages import choose_stages
-from slipstream.cost.memory import NOTHING_BESIDE, HeldBeside, head_part_memory, memory_table
+from slipstream.cost.memory import NOTHING_BESIDE, HeldBeside, backward_bytes, head_part_memory, memory_table
 from slipstream.cost.mode import (
     ContextOnHost,
     Mode,

@@ -234,6 +234,28 @@ def _footprints(
     return every
 
 
+def backward_bytes(costs: Costs, stage: Stage, by_layer: bool, length: int, splits: bool) -> float:
+    """Returns the bytes of one slice's activations at the peak of its backward, at least: those that were kept or made
+    again for it, and those that it works on. Keys, values and their gradients, which other slices need, aren't counted.
+
+    Args:
+        costs: of stages.
+        stage: its parts.
+        by_layer: whether layers are recomputed one by one.
+        length: tokens of the slice.
+        splits: whether the backward ends with the input gradient, so that the weight gradient is yet to come.
+    """
+    if not costs.has_backward(stage):
+        return 0.0
+    total = costs.action_bytes(stage, length)
+    if not by_layer:
+        return total.kept + min(total.peaks[Op.B], total.peaks[Op.I])
+    ready = costs.kept_bytes(stage, "full", length)
+    if splits:
+        return max(ready, total.kept) + total.peaks[Op.I]
+    return ready + max(total.peaks[Op.B], _LargestLayer.of(costs, stage, length, length).backward)
+
+
 class _LargestLayer(NamedTuple):
     """The most bytes of one layer of a stage that is recomputed alone, besides its input."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from copy import copy
 from types import MappingProxyType
 from typing import TypeAlias
@@ -95,11 +95,14 @@ class CountedSource:
                 flops += call.step_flops(scores)
         return flops / self.cluster.device.flops[self.model.dtype]
 
-    def larger(self, most: int) -> Iterator[CostSource]:
-        """Yields the same model on 2, 4, ... up to `most` times the nodes; nothing where the hardware is given."""
-        for doublings in range(1, most.bit_length()):
-            larger = self.cluster.with_nodes(2**doublings * self.cluster.num_nodes)
-            yield self._on(larger)
+    @property
+    def num_nodes(self) -> int:
+        """The nodes of the cluster."""
+        return self.cluster.num_nodes
+
+    def with_nodes(self, number: int) -> CostSource | None:
+        """Returns the same model on other nodes of the cluster; None where the hardware is given."""
+        return self._on(self.cluster.with_nodes(number))
 
     def _on(self, cluster: Cluster) -> CountedSource:
         """Returns the same model on another cluster of the same devices."""
@@ -144,6 +147,7 @@ class ProfileSource:
     recomputations: tuple[str, ...] = ("none", "full", "stage", "stage+full")
     devices_per_domain = 2**62
     num_experts = 0  # experts whose times are known
+    num_nodes = 1
     # Fused kernels are in the times already.
     fused = False
     # Both are unknown, so nothing can be planned with them.
@@ -188,8 +192,8 @@ class ProfileSource:
     def peak_seconds(self, num_sequences: int, seq_len: int) -> float | None:
         return None
 
-    def larger(self, most: int) -> Iterator[CostSource]:
-        return iter(())
+    def with_nodes(self, number: int) -> CostSource | None:
+        return None
 
     def trained(self) -> tuple[str, ...]:
         return ()

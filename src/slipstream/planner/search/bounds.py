@@ -51,7 +51,8 @@ class GroupBounds:
     """
 
     cut: PlacedPartition
-    times: StageTimes  # of a sequence's first slice, of all others, and of its last: (slicing, stage, 3)
+    # Returns those of a sequence's first slice, of all others, and of its last, (slicing, stage, 3): bytes need none.
+    find_times: Callable[[], StageTimes]
     sizes: StageSizes
     source: CostSource
     num_microbatches: int
@@ -59,6 +60,11 @@ class GroupBounds:
     splits_all: bool  # whether all backwards are I and W, or only those that send their result to another rank
     slicings: Sequence[Slicing]
     savings: Savings
+
+    @cached_property
+    def times(self) -> StageTimes:
+        """The seconds of the stages."""
+        return self.find_times()
 
     def least_seconds(self, tails: Floats) -> Floats:
         """Returns lower bounds of the step, (slicing, saving), where each rank's last action is followed by its tail.
@@ -230,7 +236,7 @@ class PlanGroup:
         return {"schedule": self.names[name], "num_slices": num_slices, "slicing": how, **chosen}
 
 
-_NOT_AWAY = 4  # slices of a rank that may be on the device
+NOT_AWAY = 4  # slices of a rank that may be on the device
 
 
 @dataclass(frozen=True)
@@ -278,4 +284,4 @@ class MemoryBound:
         soon.
         """
         kept_bound = MemoryBound(self.kept, self.kept, 0 * self.context, 0 * self.gradients, offloads=False)
-        return float(kept_bound.peaks(shape, until=Op.I).max() - _NOT_AWAY * self.kept.max())
+        return float(kept_bound.peaks(shape, until=Op.I).max() - NOT_AWAY * self.kept.max())

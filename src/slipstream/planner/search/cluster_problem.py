@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from slipstream.cost import CostSource
@@ -17,9 +18,11 @@ class ClusterProblem:
         seq_len: tokens per sequence.
         global_batch: sequences per step.
         options: the choices that are allowed.
+        cheaper: yields what to type to train fewer weights, or to keep them in fewer bytes, and the model's costs then.
     """
 
     source: CostSource
     seq_len: int
     global_batch: int
     options: PlanOptions = field(default_factory=PlanOptions)
+    cheaper: Callable[[], Iterator[tuple[str, CostSource]]] = lambda: iter(())

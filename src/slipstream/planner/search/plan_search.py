@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from heapq import nsmallest
 from itertools import islice
 from math import inf, prod
@@ -23,20 +24,24 @@ from slipstream.planner.search.joint_plans import JointCandidates, is_wanted, pr
 from slipstream.planner.search.misfit import (
     NOTHING_SPREAD,
     explain_misfit,
+    explain_state,
+    least_state,
     nothing_divides,
     nothing_joint,
-    smallest_plans,
+    space_of,
 )
 from slipstream.planner.search.plan_space import PlanSpace
 from slipstream.planner.search.savings import copies_of, never_slower
 from slipstream.planner.search.schedule_shape import working_memory
 from slipstream.planner.search.simple_first import ABOUT_AS_LONG, may_come_first, simpler_text, simplest
+from slipstream.planner.search.smallest import MemorySearch
 from slipstream.schedule import Schedule
 from slipstream.simulator import MemoryKind, simulate
 from slipstream.timeline import Timeline
 
 _MORE_SIMULATED = 30  # configurations with the context on the host, where others fit
 _MUCH = 0.05  # share of a rank's memory
+_MANY = 20  # configurations that are too large, before it is asked whether any fits
 _MOST_SCHEDULED_EACH = 2  # configurations whose schedule is made, for each that may be simulated
 _MOST_UNITS = 1_000_000  # slices of stages in all schedules that are made
 _MOST_WHOLE = 200_000  # slices of stages of a long step that is simulated whole, as it is the shortest
@@ -58,7 +63,9 @@ def search_meshes(problem: ClusterProblem, progress: ProgressReport) -> PlanRepo
     """
     began = time.perf_counter()
     source, options = problem.source, problem.options
-    space = PlanSpace(source, problem.seq_len, problem.global_batch, options)
+    space = space_of(problem)
+    if space.memory < least_state(space) < inf:
+        raise explain_state(problem, space)
     places = space.contexts
     run = _PlanSearch(space.with_context(places[0]), progress, options.num_simulated)
     best, alternatives = run.settle_with_joint()
@@ -71,13 +78,14 @@ def search_meshes(problem: ClusterProblem, progress: ProgressReport) -> PlanRepo
     if not best and run.seconds:
         raise nothing_joint(min(run.seconds, key=run.seconds.__getitem__))
     if not best:
-        if not (few := smallest_plans(space)):
+        memory = MemorySearch(space)
+        if (fitting := memory.fitting()) is not None:
+            run.simulate(fitting.plan)
+            best, alternatives = run.settle()
+        elif not memory.has_any:
             raise nothing_divides(space)
-        for smallest in few:
-            run.simulate(smallest)
-        best, alternatives = run.settle()
     if not best:
-        raise explain_misfit(space, run.num_meshes)
+        raise explain_misfit(problem, space, memory)
 
     def simulated() -> tuple[Schedule, Timeline]:
         candidate = run.space.evaluate(best[0].plan)
@@ -155,6 +163,7 @@ class _PlanSearch:
         space.found |= self.space.found
         self.least_left = self._least_left()
         self.space = space
+        self.__dict__.pop("_fits_none", None)
         self.frontiers.append(Frontier(space, self.report))
         self.most_simulated = self.num_simulated + most
         self.num_scheduled = self.num_units = self.reached = 0
@@ -211,6 +220,8 @@ class _PlanSearch:
         for bound, plan in self.frontier.starting(self.reached):
             if (self._is_limited and self.seconds) or bound >= max(self._worst_reported(), self._about_as_long()):
                 break
+            if len(self.too_large) >= _MANY and not self.seconds and self._fits_none:
+                break
             self.reached += 1
             expected = bound * self.over_bound.get(_kind(plan), 1.0)
             if expected < self._longest_wanted(plan):
@@ -221,6 +232,12 @@ class _PlanSearch:
             _, (bound, plan) = next_one
             if bound < self._longest_wanted(plan):
                 self._simulate_bounded(bound, plan)
+
+    @cached_property
+    def _fits_none(self) -> bool:
+        """Whether it is known that no configuration of this space fits."""
+        memory = MemorySearch(self.space)
+        return memory.fitting() is None and memory.is_complete
 
     def _simulate_bounded(self, bound: float, plan: Plan) -> None:
         if (seconds := self.simulate(plan)) is not None and bound > 0:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, partial
 from math import gcd, inf, prod
+from typing import NamedTuple
 
 import numpy as np
 
@@ -62,6 +63,22 @@ _CostsKey = tuple[Degrees, int, str | float, HostMemorySpec | None]
 USABLE = 0.95  # of a device's memory: fragments, libraries and all that isn't counted take the rest
 _LONG = 4000  # slices of stages, in a step that isn't simulated whole
 _STAGES_PER_RANK = (1, 2, 3, 4, 5, 6, 8, 10, 12)
+
+
+class AlikeInCut(NamedTuple):
+    """Configurations of a mesh with the same cut.
+
+    Args:
+        first: with their common settings.
+        names: of their schedules.
+        slicings: (number of slices, slicing) of each.
+        savings: how they save memory.
+    """
+
+    first: Plan
+    names: tuple[str, ...]
+    slicings: list[tuple[int, str]]
+    savings: Savings
 
 
 class PlanSpace:
@@ -299,13 +316,17 @@ class PlanSpace:
 
     def evaluate_in_part(self, plan: Plan) -> Evaluation:
         """Returns it by few groups of a long step, where these take equally long."""
+        candidate = self.evaluate_bytes(plan)
+        return candidate if not candidate.num_extrapolated or candidate.is_steady else self.evaluate(plan)
+
+    def evaluate_bytes(self, plan: Plan) -> Evaluation:
+        """Returns what the plan's step holds, by few groups of a long one, where later ones hold no more."""
         shape = self.shape(plan)
         few = shape.with_groups(GROUPS)
         is_long = prod(shape.counts) > _LONG and shape.num_microbatches > 2 * few.num_microbatches
         if not is_long or isinstance(plan.schedule, Schedule) or SCHEDULES[plan.schedule].holds_all:
             return self.evaluate(plan)
-        candidate = self._evaluated(plan, few)
-        return candidate if candidate.is_steady else self.evaluate(plan)
+        return self._evaluated(plan, few)
 
     def _evaluated(self, plan: Plan, shape: ScheduleShape) -> Evaluation:
         return Evaluation(
@@ -420,6 +441,11 @@ class PlanSpace:
 
     def groups(self, mesh: Plan) -> Iterator[PlanGroup]:
         """Yields the configurations of a mesh whose slices take equal time, those with the same cut together."""
+        for alike in self.alike_in_cut(mesh):
+            yield self._group(alike)
+
+    def alike_in_cut(self, mesh: Plan) -> Iterator[AlikeInCut]:
+        """Yields the configurations of a mesh whose slices take equal time, by cut, without bounds."""
         degrees, pipeline, data, size = mesh.degrees, mesh.pipeline_parallel, mesh.data_parallel, mesh.microbatch_size
         savings = Savings.tried(self.options, self.source, mesh)
         if not savings.every:
@@ -443,7 +469,7 @@ class PlanSpace:
                     vocabulary="whole",
                     **savings.every[0],
                 )
-                yield self._group(unsliced, tuple(same), slicings, savings)
+                yield AlikeInCut(unsliced, tuple(same), slicings, savings)
 
     def with_exact_slices(self, group: PlanGroup) -> PlanGroup | None:
         """Returns a group's configurations with slices that are the best for a pipeline of equal stages.
@@ -451,26 +477,44 @@ class PlanSpace:
         With one rank nothing is gained by cutting. Of those that can't fit they aren't sought, unless no others are
         allowed.
         """
-        first, allows = group.first, self.options.allows
-        if first.pipeline_parallel == 1 or not allows("slicing", "exact"):
-            return None
-        if (group.least_seconds < inf or not group.slicings) and (found := self._exact(first)):
-            is_known = (len(found), "equal-time") in group.slicings
-            is_known = is_known and found == self.choices.equal_time(first.degrees, first.microbatch_size, len(found))
-            if allows("num_slices", len(found)) and not is_known:
-                return self._group(first, group.names, [(len(found), "exact")], group.savings)
+        if group.least_seconds < inf or not group.slicings:
+            exact = self.exactly_sliced(AlikeInCut(group.first, group.names, group.slicings, group.savings))
+            return None if exact is None else self._group(exact)
         return None
 
-    def _group(
-        self, first: Plan, names: tuple[str, ...], slicings: list[tuple[int, str]], savings: Savings
-    ) -> PlanGroup:
+    def exactly_sliced(self, alike: AlikeInCut) -> AlikeInCut | None:
+        """Returns configurations with the best slices for a pipeline of equal stages; None where these aren't allowed,
+        or are among the others."""
+        first, allows = alike.first, self.options.allows
+        if first.pipeline_parallel == 1 or not allows("slicing", "exact") or not (found := self._exact(first)):
+            return None
+        is_known = (len(found), "equal-time") in alike.slicings
+        is_known = is_known and found == self.choices.equal_time(first.degrees, first.microbatch_size, len(found))
+        if not allows("num_slices", len(found)) or is_known:
+            return None
+        return alike._replace(slicings=[(len(found), "exact")])
+
+    def _group(self, alike: AlikeInCut) -> PlanGroup:
+        first, names, slicings, savings = alike
+        bounds = self.bounds_of(alike)
+        tails = [self.tails(replace(first, **chosen)).sum(axis=0) for chosen in savings.updates]
+        sizes, seconds = bounds.least_bytes(), bounds.least_seconds(np.stack(tails))
+        if not bounds.cut.costs.whole_is_least:
+            seconds[-1] = self.least_seconds(first)
+        seconds = np.where(sizes > self.memory, inf, seconds)
+        least = float(seconds[-1].min())
+        return PlanGroup(first, names, slicings, savings, seconds[:-1], sizes[:-1], least)
+
+    def bounds_of(self, alike: AlikeInCut) -> GroupBounds:
+        """Returns the bounds of configurations with the same cut, with each of the slicings and with any other."""
+        first, _, slicings, savings = alike
         degrees, size, cut = first.degrees, first.microbatch_size, self.cut(replace(first, context="device"))
         shapes = [replace(first, num_slices=count, slicing=slicing) for count, slicing in slicings]
         lengths = tuple(map(self.slices, shapes))
         timed = (*lengths, (self.longest,), (self.choices.least_first(degrees),))
-        bounds = GroupBounds(
+        return GroupBounds(
             cut=cut,
-            times=stage_times(cut, self._columns(degrees, size, timed), self.source.recomputations, ()),
+            find_times=lambda: stage_times(cut, self._columns(degrees, size, timed), self.source.recomputations, ()),
             sizes=self.sizes(cut),
             source=self.source,
             num_microbatches=self.num_microbatches(first),
@@ -479,29 +523,24 @@ class PlanSpace:
             slicings=(*lengths, ()),
             savings=savings,
         )
-        tails = [self.tails(replace(first, **chosen)).sum(axis=0) for chosen in savings.updates]
-        sizes, seconds = bounds.least_bytes(), bounds.least_seconds(np.stack(tails))
-        if not cut.costs.whole_is_least:
-            seconds[-1] = self.least_seconds(first)
-        seconds = np.where(sizes > self.memory, inf, seconds)
-        least = float(seconds[-1].min())
-        return PlanGroup(first, names, slicings, savings, seconds[:-1], sizes[:-1], least)
 
-    def mean_state(self, mesh: Plan) -> float:
+    def mean_state(self, mesh: Plan, at_end: bool = False) -> float:
         """Returns the least weights, gradients and optimizer state that a rank of a mesh may have, if all had as
-        much; infinite where no way to save memory is allowed."""
-        has_more = self.global_batch > mesh.data_parallel * mesh.microbatch_size
+        much; infinite where no way to save memory is allowed.
+
+        Before the end of a step the gradients of an only microbatch may not be there."""
+        has_all = at_end or self.global_batch > mesh.data_parallel * mesh.microbatch_size
         savings = Savings.tried(self.options, self.source, mesh)
         updates = {self.update(replace(mesh, **chosen)) for chosen in savings.updates}
-        states = (self._state(mesh.degrees, mesh.microbatch_size, update, has_more) for update in updates)
+        states = (self._state(mesh.degrees, mesh.microbatch_size, update, has_all) for update in updates)
         return min(states, default=inf) / mesh.pipeline_parallel
 
-    def _state_bytes(self, degrees: Degrees, size: int, update: Update, has_more: bool) -> float:
+    def _state_bytes(self, degrees: Degrees, size: int, update: Update, has_gradients: bool) -> float:
         """Returns the weights, gradients and optimizer state of one rank with all layers; without gradients where they
-        aren't there before the only microbatch's end."""
+        go to the host as they are made."""
         costs, layers, state = self.costs(degrees, size), range(len(self.source.kinds)), update.held
         held = costs.weight_bytes(layers, state.weights)
-        if has_more and update.place == "device":
+        if has_gradients and update.place == "device":
             held += state.gradients * costs.num_trained(layers)
         return held + state.optimizer * costs.num_optimized(layers, update)
 
