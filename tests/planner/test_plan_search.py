@@ -6,6 +6,7 @@ import random
 import re
 from dataclasses import replace
 from functools import cache
+from math import inf
 from typing import Any
 
 import pytest
@@ -21,10 +22,11 @@ from slipstream.planner.find_plan import find_plan
 from slipstream.planner.plan import CHOICES, ONE_DEVICE, Plan
 from slipstream.planner.plan_fields import AUTO
 from slipstream.planner.plan_report import PlanReport
+from slipstream.planner.progress import untold
 from slipstream.planner.report import reasons
 from slipstream.planner.search import ClusterProblem, plan_space
 from slipstream.planner.search.evaluate import Evaluation
-from slipstream.planner.search.joint_plans import promising
+from slipstream.planner.search.joint_plans import JointCandidates, promising
 from slipstream.planner.search.plan_options import PlanOptions
 from slipstream.planner.search.plan_space import PlanSpace
 from slipstream.planner.search.simple_first import ABOUT_AS_LONG, may_come_first
@@ -414,6 +416,18 @@ def test_a_joint_plan_keeps_to_the_memory_of_the_device() -> None:
     best = find_plan(ClusterProblem(counted_llama(), SEQ_LEN, 1, options=JOINT.changed(memory_limit=limit))).best
     assert best.plan.schedule_name == "auto"
     assert best.peak_memory <= limit < free.peak_memory
+
+
+@pytest.mark.more
+def test_orders_regardless_of_memory_are_sought_only_where_the_first_cut_fits_in_one() -> None:
+    def free_plans(memory: float) -> list[Plan]:
+        space = PlanSpace(counted_llama(), SEQ_LEN, 4, TWO_RANKS)
+        space.memory = memory
+        start = next(plan for *_, plan in space.bounded() if plan.schedule == "1f1b" and plan.pipeline_parallel == 2)
+        return [*JointCandidates(space, start, inf, untold).without_limit()]
+
+    assert free_plans(1e15)
+    assert not free_plans(1e3)
 
 
 @pytest.mark.more

@@ -13,17 +13,18 @@ from functools import partial
 from itertools import islice, product
 from math import inf
 
-from slipstream.cost import BY_LAYER, Degrees
+from slipstream.cost import BY_LAYER, Degrees, partition_of
 from slipstream.errors import SlipstreamError
 from slipstream.planner.joint import JointPlan, JointProblem, Tabulated, search_jointly
 from slipstream.planner.plan import OPEN, Plan
 from slipstream.planner.plan_fields import AUTO
-from slipstream.planner.progress import ProgressReport
+from slipstream.planner.progress import ProgressReport, untold
 from slipstream.planner.search.plan_options import PlanOptions
 from slipstream.planner.search.plan_space import PlanSpace
 from slipstream.schedule import split_backwards
 
 _EFFORT = 7e6  # of each joint search: a few seconds
+_EFFORT_OF_ONE = 1e6  # where cut and slices are given
 _MOST_MESHES = 2
 _ABOUT_AS_FAST = 1.02  # times the shortest step: those of one more mesh
 _MOST_SLICES = 32
@@ -68,11 +69,39 @@ class JointCandidates:
         self._start = start
         self._report = report
         self._problem = _problem(space, start, best)
-        free = _find(space, start, self._problem, report)
+        self._is_tight = self._holds_too_much()
+        free = None if self._is_tight else _find(self._problem, report)
         kinds = (free, free.other_head) if free else ()
         self._free = sorted(
             (plan for kind in kinds if kind for plan in (kind, *kind.rejected)), key=lambda plan: plan.seconds
         )
+
+    def _holds_too_much(self) -> bool:
+        """Returns whether `start`'s own cut and slices are too large in an order that is found regardless of memory,
+        with any of its savings. Such orders hold several times as much as others, so that where one doesn't fit, a
+        search for more of them is in vain."""
+        space, start, cut = self._space, self._start, self._space.cut(self._start)
+        if space.memory == inf:
+            return False
+        own = Plan(
+            partition=partition_of(cut.bounds, space.source.units_per_layer),
+            placement=cut.placement,
+            slices=space.slices(start),
+            vocabulary="whole",
+        )
+        problem = replace(
+            self._problem,
+            costs=cut.costs,
+            cuts=space.choices.known,
+            given=own,
+            effort=_EFFORT_OF_ONE,
+            most_seconds=inf,
+        )
+        if (found := _find(problem, untold)) is None:
+            return False
+        kinds = product(dict.fromkeys(("none", start.recompute)), dict.fromkeys((0.0, start.offload)))
+        plans = (_closed(start, found.plan, *savings) for savings in kinds)
+        return not any(space.fits(space.evaluate(plan)) for plan in plans)
 
     def without_limit(self) -> Iterator[Plan]:
         """Yields the plans of a search without a limit of memory, the best first: as they are, then with `start`'s
@@ -86,8 +115,8 @@ class JointCandidates:
         """Yields two ways to keep to the device's memory, of which neither is always the faster one: the plans that are
         best by the full account of it, and those without a limit with all of `start`'s ways to save memory."""
         start = self._start
-        # What isn't fast enough without a limit isn't within one.
-        if self._free or not self._problem.split:
+        # What was sought and isn't fast enough without a limit isn't within one.
+        if self._free or self._is_tight or not self._problem.split:
             yield self._accounted()
         if start.recompute != "none":
             split_plans = self._free if start.recompute in BY_LAYER else map(_split, self._free)
@@ -100,7 +129,7 @@ class JointCandidates:
             return
         account = partial(_most_bytes, space, start)
         within = replace(self._problem, memory_limit=space.memory, account=account, split=True)
-        limited = _find(space, start, within, self._report)
+        limited = _find(within, self._report)
         for plan in (limited, *limited.rejected) if limited else ():
             if space.options.allows("recompute", plan.recompute):
                 yield self._added(plan, plan.recompute, start.offload)
@@ -143,9 +172,8 @@ def _problem(space: PlanSpace, start: Plan, best: float) -> JointProblem:
     )
 
 
-def _find(space: PlanSpace, start: Plan, problem: JointProblem, report: ProgressReport) -> JointPlan | None:
+def _find(problem: JointProblem, report: ProgressReport) -> JointPlan | None:
     """Returns the joint plan; None where nothing fits or is as fast."""
-
     try:
         return search_jointly(problem, report)
     except SlipstreamError:
