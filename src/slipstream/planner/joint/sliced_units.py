@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -209,13 +209,19 @@ class Tabulated(Mode):
 
     def each_seconds(self, work: Work) -> Floats:
         ends = self.cuts.place_from(work.contexts + work.lengths)
-        return self._tables[work.op][:, ends, self.cuts.place_from(work.contexts)]
+        return self._table(work.op)[:, ends, self.cuts.place_from(work.contexts)]
+
+    def _table(self, op: Op) -> Floats:
+        """Returns the seconds of each kind of part on the slice between any two places to cut, (kinds, ends, starts);
+        computed once."""
+        if op not in self._tables:
+            self._tables[op] = between_cuts(
+                self.seq_len,
+                self.cuts,
+                lambda lengths, contexts: self.costs.each_seconds(Work(op, lengths, contexts)),
+            )
+        return self._tables[op]
 
     @cached_property
     def _tables(self) -> dict[Op, Floats]:
-        """The seconds of each kind of part on the slice between any two places to cut, (kinds, ends, starts)."""
-
-        def of_op(op: Op) -> Callable[[Ints, Ints], Floats]:
-            return lambda lengths, contexts: self.costs.each_seconds(Work(op, lengths, contexts))
-
-        return {op: between_cuts(self.seq_len, self.cuts, of_op(op)) for op in OPS}
+        return {}

@@ -12,6 +12,7 @@ from slipstream.array_types import Floats, Ints
 from slipstream.cost import Costs, CostSource, Degrees, Stage
 from slipstream.errors import SlipstreamError
 from slipstream.planner.cuts import Cuts
+from slipstream.planner.joint import Tabulated
 from slipstream.planner.search.placed_partition import sequence_seconds
 from slipstream.planner.search.plan_options import PlanOptions
 from slipstream.planner.slicing import equal_time_slices
@@ -27,7 +28,8 @@ _SHORTEST = 128  # tokens of a slice; the described devices have no times for sh
 _MULTIPLE = 64  # tokens; slices of so many suit matrix products
 _FEWEST_CUTS, _MOST_CUTS = 64, 256  # places where an exact slicing may cut
 _TOLERANCE = 5e-4  # of its step's time, by which an exact slicing may miss the best
-_KEPT_TABLES = 64  # of up to three megabytes: the same stages are part of many pipelines
+# Of up to three megabytes each: the same stages are part of many pipelines, and the same parts of many stages.
+_KEPT_TABLES = 16
 _MOST_EXACT = 128  # slices: a schedule with more takes seconds to simulate
 
 
@@ -52,6 +54,7 @@ class SliceChoices:
         self.equal_time, self.exact = cache(self._compute_equal_time), cache(self._compute_exact)
         self._attention_share = cache(self._compute_attention_share)
         self._table = lru_cache(_KEPT_TABLES)(self._compute_table)
+        self._tabulated = lru_cache(_KEPT_TABLES)(self._tabulate)
 
     def counts(self, pipeline: int, num_parts: int = 1) -> list[int]:
         """Returns the numbers of slices that take equal time, each of whose `num_parts` parts is long enough."""
@@ -114,12 +117,15 @@ class SliceChoices:
     def _compute_table(self, degrees: Degrees, size: int, stage: Stage) -> TimeTable:
         """Returns the seconds of the slice between any two places to cut, forward and backward; infinite where they
         aren't known, or the slice is too short."""
-        costs, cuts = self._costs(degrees, size), self.exact_cuts(degrees)
+        costs, cuts = self._tabulated(degrees, size), self.exact_cuts(degrees)
 
         def seconds(lengths: Ints, contexts: Ints) -> Floats:
             return np.stack([costs.seconds(stage, op, lengths, contexts) for op in (Op.F, Op.B)])
 
         return TimeTable(cuts.places(self.seq_len), between_cuts(self.seq_len, cuts, seconds))
+
+    def _tabulate(self, degrees: Degrees, size: int) -> Costs:
+        return Tabulated(self._costs(degrees, size), self.seq_len, self.exact_cuts(degrees))
 
     @cached_property
     def cuts(self) -> Cuts:
