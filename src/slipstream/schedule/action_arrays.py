@@ -7,6 +7,7 @@ another microbatch, or without documents of a slice farther away.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -35,8 +36,9 @@ class Sweeps(Protocol):
 
 
 def sweeps(compiled: bool) -> Sweeps:
-    """Returns the functions that sweep over actions. Compiled ones load numba, which takes a while: where it pays."""
-    if compiled:
+    """Returns the functions that sweep over actions: compiled ones where they are loaded already, or where it pays to
+    load numba for them, which takes a while."""
+    if compiled or "slipstream.schedule.compiled_sweep" in sys.modules:
         from slipstream.schedule import compiled_sweep
 
         return compiled_sweep
