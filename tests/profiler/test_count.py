@@ -121,6 +121,7 @@ def test_products_of_widths_that_are_no_multiples_of_8_are_unaligned(words: int,
         head, layer = count.head.ops[op], count.layers[0].ops[op]
         assert head.unaligned_flops.per_token == pytest.approx(unaligned * head.flops.per_token)
         assert layer.unaligned_flops.per_token == 0
+        assert count_model(llama(vocab_size=words), LENGTH, torch.float32).head.ops[op].unaligned_flops.per_token == 0
 
 
 @pytest.mark.parametrize("config", [GPT2Config(n_embd=256, n_layer=4, n_head=4, vocab_size=1024, n_positions=512)])

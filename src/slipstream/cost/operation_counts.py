@@ -51,7 +51,7 @@ class OpCount:
     """
 
     flops: Amount = _NONE  # FLOPs of matrix products
-    unaligned_flops: Amount = _NONE  # of these, with rows of other sizes than multiples of 16 bytes
+    unaligned_flops: Amount = _NONE  # of these, in 16 bits with rows of other sizes than multiples of 16 bytes
     matmul_bytes: Amount = _NONE
     hidden_depth: Amount = _NONE  # the sum over products whose depth is the width of the hidden state
     other_depth: Amount = _NONE  # the sum over all others

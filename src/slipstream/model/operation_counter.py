@@ -36,7 +36,7 @@ class OperationTally:
     """Totals of what has run."""
 
     flops: float = 0
-    unaligned_flops: float = 0  # of products with rows of other sizes than multiples of 16 bytes
+    unaligned_flops: float = 0  # of products of 16 bits with rows of other sizes than multiples of 16 bytes
     matmul_bytes: float = 0
     hidden_depth: float = 0
     other_depth: float = 0
@@ -124,8 +124,11 @@ def _num_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def _is_aligned(operand: Tensor) -> bool:
-    """Returns whether the rows of a product's operand or result, as they lie in memory, are multiples of 16 bytes."""
-    if operand.dim() < 2:
+    """Returns whether the rows of a product's operand or result, as they lie in memory, are multiples of 16 bytes.
+
+    Those of 32 bits count as if they were: they aren't for tensor cores.
+    """
+    if operand.dim() < 2 or operand.element_size() > 2:
         return True
     row = operand.shape[-2] if operand.stride(-2) == 1 else operand.shape[-1]
     return row * operand.element_size() % _LOADED_BYTES == 0
