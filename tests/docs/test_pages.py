@@ -137,9 +137,9 @@ def test_the_page_of_where_slices_win_has_the_recorded_plans() -> None:
 
 
 def test_slices_win_where_the_page_says_so() -> None:
-    """In every situation that the record has: a run that was interrupted has fewer."""
     expected = {each.command: (each.situation, each.slices_win) for each in plan_requests.REQUESTS}
     rows = recorded_requests()["rows"]
+    assert [row["command"] for row in rows] == [*expected]
     assert {win for _, win in expected.values()} == {plan_requests.slices_win(row) for row in rows}
     for row in rows:
         assert (row["situation"], plan_requests.slices_win(row)) == expected[row["command"]]
