@@ -119,6 +119,8 @@ def test_the_page_says_of_each_model_whether_it_is_older(tmp_path: Path, monkeyp
     now: dict[str, Any] = row_of("deep", {}, quick=False)
     older = now | {"of": now["of"] | {"sha256": "other", "commit": "abc"}}
     (tmp_path / "auto_grid.json").write_text(json.dumps({"of": now["of"], "models": {"deep": now, "words": older}}))
+    for name in ("plan_search", "plan_lengths"):  # which the page has sentences of
+        (tmp_path / f"{name}.json").write_bytes((records.RESULTS / f"{name}.json").read_bytes())
     monkeypatch.setattr(records, "RESULTS", tmp_path)
     page = records.tables()["records"].splitlines()
     deep, words = (line for line in page if line.startswith("| `auto_grid`, "))
