@@ -15,11 +15,16 @@ from slipstream.number_format import BasePrecision
 from slipstream.planner import PlanReport
 from slipstream.planner.find_plan import find_plan
 from slipstream.planner.progress import ProgressReport, untold
-from slipstream.planner.search import ClusterProblem, PlanOptions, check_count
-from slipstream.planner.search.plan_space import PlanSpace
+from slipstream.planner.search import (
+    ClusterProblem,
+    MemorySearch,
+    PlanOptions,
+    PlanSpace,
+    check_count,
+    longest_that_fits,
+)
 from slipstream.planner.search.savings import SAVINGS
 from slipstream.planner.search.schedule_shape import working_memory
-from slipstream.planner.search.smallest import MemorySearch, longest_that_fits
 
 _STEP = 1024  # tokens of which lengths are multiples
 _MOST = 2**24  # tokens of a sequence, for models that take any

@@ -121,21 +121,17 @@ def plan(
         lora_base_precision=lora_base_precision,
     )
     source = find_source(fused=fused)
+    problem = ClusterProblem(source, seq_len, global_batch, allowed)
     # All weights are trained: an adapter would need less.
-    cheaper = isinstance(model, DescribedModel) and isinstance(source, CountedSource) and not source.trained()
-    with_adapters = partial(_with_adapters, find_source, fused) if cheaper else _nothing_cheaper
-    problem = ClusterProblem(source, seq_len, global_batch, allowed, with_adapters)
+    if isinstance(model, DescribedModel) and isinstance(source, CountedSource) and not source.trained():
+        problem = replace(problem, cheaper=partial(_with_adapters, find_source, fused))
     report = find_plan(problem, progress or untold)
     if isinstance(model, ModelCount) or isinstance(source, ProfileSource) or fused:
         return report
     return replace(report, fused_seconds=partial(_fused_seconds, report.best.plan, problem, find_source))
 
 
-def _nothing_cheaper() -> Iterator[tuple[str, CostSource]]:
-    return iter(())
-
-
-_RANK = 8  # of the adapters that are advised, as a training's section `lora` has it by default
+_RANK = 8  # of adapters that are advised, the default of a training's section `lora`
 
 
 def _with_adapters(find_source: Callable[..., CostSource], fused: bool) -> Iterator[tuple[str, CostSource]]:

@@ -105,8 +105,7 @@ class Device:
     multiprocessors: Annotated[int, _multiprocessors] = 0
     layer_seconds: Annotated[float, SECONDS] = 0.0
     # The share of their rate at which products compute whose rows aren't multiples of 16 bytes (8 numbers of 16 bits):
-    # kernels load these number by number. Assumed, by GPT-2 on an A100, whose steps took 4/5 of their time with 50,304
-    # tokens in place of 50,257 (https://github.com/karpathy/nanoGPT)
+    # kernels load these number by number. Assumed; a Hopper was measured (docs/papers.md)
     unaligned_rate: Annotated[float, FRACTION] = 0.45
     action_seconds: Annotated[float, SECONDS] = 0.0  # per forward or backward of a stage, however short its slice
     memory_efficiency: Annotated[float, FRACTION] = 0.8  # the share of the memory's bandwidth that kernels reach

@@ -319,7 +319,8 @@ def _headline(plan: PlanReport) -> str:
 
 
 def _table(plan: PlanReport) -> str:
-    shared, shown = shared_choices(plan.predictions), shown_columns(plan.predictions)
+    shared = shared_choices(plan.predictions)
+    shown = shown_columns(plan.predictions)
     columns = {name: column.text for name, column in shown.items()}
     columns["memory"] = lambda prediction: bytes_text(prediction.peak_memory)  # the headline has the limit, too
     cells = [[text(prediction) for text in columns.values()] for prediction in plan.predictions]

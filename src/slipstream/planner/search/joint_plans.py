@@ -80,7 +80,8 @@ class JointCandidates:
         """Returns whether `start`'s own cut and slices are too large in an order that is found regardless of memory,
         with any of its savings. Such orders hold several times as much as others, so that where one doesn't fit, a
         search for more of them is in vain."""
-        space, start, cut = self._space, self._start, self._space.cut(self._start)
+        space, start = self._space, self._start
+        cut = space.cut(start)
         if space.memory == inf:
             return False
         own = Plan(

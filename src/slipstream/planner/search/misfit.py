@@ -192,7 +192,7 @@ def _fewest_nodes(problem: ClusterProblem) -> str:
     doubled = next(((number, best) for number in doublings if (best := on_nodes(number))), None)
     if doubled is None:
         return ""
-    most, _ = doubled
+    most = doubled[0]
     fewer = dict.fromkeys(most * quarters // 8 for quarters in (5, 6, 7) if most * quarters // 8 > most // 2)
     number, best = next(((number, best) for number in fewer if (best := on_nodes(number))), doubled)
     return (

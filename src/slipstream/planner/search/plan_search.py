@@ -6,7 +6,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from heapq import nsmallest
 from itertools import islice
 from math import inf, prod
@@ -144,6 +143,7 @@ class _PlanSearch:
     postponed: BestFirst[tuple[float, Plan]] = field(default_factory=BestFirst)  # with bounds, by what they may take
     known: dict[Plan, Prediction] = field(default_factory=dict)
     least_left: float = inf  # the least bound of what was left in earlier spaces
+    fits_none: bool | None = None  # whether it is known that none of this space fits; None: not asked yet
 
     def __post_init__(self) -> None:
         self.frontiers = [Frontier(self.space, self.report)]
@@ -163,7 +163,7 @@ class _PlanSearch:
         space.found |= self.space.found
         self.least_left = self._least_left()
         self.space = space
-        self.__dict__.pop("_fits_none", None)
+        self.fits_none = None
         self.frontiers.append(Frontier(space, self.report))
         self.most_simulated = self.num_simulated + most
         self.num_scheduled = self.num_units = self.reached = 0
@@ -220,7 +220,7 @@ class _PlanSearch:
         for bound, plan in self.frontier.starting(self.reached):
             if (self._is_limited and self.seconds) or bound >= max(self._worst_reported(), self._about_as_long()):
                 break
-            if len(self.too_large) >= _MANY and not self.seconds and self._fits_none:
+            if len(self.too_large) >= _MANY and not self.seconds and self._is_known_to_fit_none():
                 break
             self.reached += 1
             expected = bound * self.over_bound.get(_kind(plan), 1.0)
@@ -233,11 +233,12 @@ class _PlanSearch:
             if bound < self._longest_wanted(plan):
                 self._simulate_bounded(bound, plan)
 
-    @cached_property
-    def _fits_none(self) -> bool:
-        """Whether it is known that no configuration of this space fits."""
-        memory = MemorySearch(self.space)
-        return memory.fitting() is None and memory.is_complete
+    def _is_known_to_fit_none(self) -> bool:
+        """Returns whether it is known that no configuration of this space fits; it is searched for once."""
+        if self.fits_none is None:
+            memory = MemorySearch(self.space)
+            self.fits_none = memory.fitting() is None and memory.is_complete
+        return self.fits_none
 
     def _simulate_bounded(self, bound: float, plan: Plan) -> None:
         if (seconds := self.simulate(plan)) is not None and bound > 0:

@@ -485,7 +485,8 @@ class PlanSpace:
     def exactly_sliced(self, alike: AlikeInCut) -> AlikeInCut | None:
         """Returns configurations with the best slices for a pipeline of equal stages; None where these aren't allowed,
         or are among the others."""
-        first, allows = alike.first, self.options.allows
+        first = alike.first
+        allows = self.options.allows
         if first.pipeline_parallel == 1 or not allows("slicing", "exact") or not (found := self._exact(first)):
             return None
         is_known = (len(found), "equal-time") in alike.slicings
@@ -498,7 +499,8 @@ class PlanSpace:
         first, names, slicings, savings = alike
         bounds = self.bounds_of(alike)
         tails = [self.tails(replace(first, **chosen)).sum(axis=0) for chosen in savings.updates]
-        sizes, seconds = bounds.least_bytes(), bounds.least_seconds(np.stack(tails))
+        sizes = bounds.least_bytes()
+        seconds = bounds.least_seconds(np.stack(tails))
         if not bounds.cut.costs.whole_is_least:
             seconds[-1] = self.least_seconds(first)
         seconds = np.where(sizes > self.memory, inf, seconds)

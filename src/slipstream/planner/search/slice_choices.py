@@ -117,7 +117,8 @@ class SliceChoices:
     def _compute_table(self, degrees: Degrees, size: int, stage: Stage) -> TimeTable:
         """Returns the seconds of the slice between any two places to cut, forward and backward; infinite where they
         aren't known, or the slice is too short."""
-        costs, cuts = self._tabulated(degrees, size), self.exact_cuts(degrees)
+        costs = self._tabulated(degrees, size)
+        cuts = self.exact_cuts(degrees)
 
         def seconds(lengths: Ints, contexts: Ints) -> Floats:
             return np.stack([costs.seconds(stage, op, lengths, contexts) for op in (Op.F, Op.B)])
